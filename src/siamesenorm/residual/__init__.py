@@ -1,0 +1,52 @@
+"""Residual schemes, on torch alone: the protocol, the norms, one file per scheme family, and a stack to use them in.
+
+Start with ``scheme.py`` (what a scheme is), then ``siamese.py`` (SiameseNorm as its equations).
+"""
+
+from . import siamese, single
+from .errors import ConfigError, nearest
+from .norms import LayerNorm, Norm, NormSpec, RMSNorm
+from .run import close_streams, finished, open_streams, set_step, through
+from .scheme import (
+    Block,
+    Carry,
+    Readout,
+    Scheme,
+    Site,
+    Streams,
+    Sublayer,
+    choose,
+    make_scheme,
+    register,
+    schemes,
+)
+from .stack import Stack, stack_sites
+
+__all__ = [
+    "Block",
+    "Carry",
+    "ConfigError",
+    "LayerNorm",
+    "Norm",
+    "NormSpec",
+    "RMSNorm",
+    "Readout",
+    "Scheme",
+    "Site",
+    "Stack",
+    "Streams",
+    "Sublayer",
+    "choose",
+    "close_streams",
+    "finished",
+    "make_scheme",
+    "nearest",
+    "open_streams",
+    "register",
+    "schemes",
+    "set_step",
+    "siamese",
+    "single",
+    "stack_sites",
+    "through",
+]

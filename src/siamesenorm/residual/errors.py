@@ -1,0 +1,21 @@
+"""The one exception that means "what was asked for cannot be done": its message is written for the person who asked."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["ConfigError", "nearest"]
+
+
+class ConfigError(ValueError):
+    """A request that is wrong in itself: an unknown name, a value of the wrong kind, options that contradict."""
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """A phrase that helps someone who wrote ``name``: the closest valid name, or all of them where none is close."""
+    choices = sorted(valid)
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean '{close[0]}'?"
+    return f"valid: {', '.join(choices) or 'none'}"

@@ -1,0 +1,130 @@
+"""RMSNorm and LayerNorm under the package's numerics.
+
+One order of operations, the same everywhere: widen the input to float32 (float64 stays float64), take the statistics
+and multiply by the weight there, round once at the end. The input is never written to. Weight gradients are therefore
+summed in the wide dtype too, and rounded once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .errors import ConfigError
+
+__all__ = ["LayerNorm", "Norm", "NormSpec", "RMSNorm", "widen"]
+
+NormKind = Literal["rms", "layer"]
+
+
+def widen(x: Tensor) -> Tensor:
+    """``x`` in float32, or as it is where its dtype is already wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class Norm(nn.Module):
+    """What both norms share: their parameters, and the rounding.
+
+    Args:
+        size: width d of the last dimension.
+        eps: added to the mean square (RMSNorm) or the variance (LayerNorm).
+        bias: learn a bias of shape (size,).
+        affine: learn a weight of shape (size,); without it there is no bias either.
+        init: the weight's initial value; a bias starts at 0.
+    """
+
+    kind: NormKind
+
+    def __init__(
+        self, size: int, eps: float = 1e-6, *, bias: bool = False, affine: bool = True, init: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.size = size
+        self.eps = eps
+        self.init = init
+        self.weight = nn.Parameter(torch.empty(size)) if affine else None
+        self.bias = nn.Parameter(torch.empty(size)) if affine and bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weight to ``init``, bias to 0. Draws no random numbers."""
+        if self.weight is not None:
+            nn.init.constant_(self.weight, self.init)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def wide(self, x: Tensor) -> Tensor:
+        """The norm of ``x`` (…, size) in the wide dtype, for a caller that goes on computing before it rounds."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm of ``x`` (…, size), in ``x``'s dtype."""
+        return self.wide(x).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Width, eps and whether there is a bias."""
+        return f"{self.size}, eps={self.eps}, bias={self.bias is not None}"
+
+
+class RMSNorm(Norm):
+    """``x / sqrt(mean(x²) + eps) · weight (+ bias)`` over the last dimension (Zhang and Sennrich, arXiv 1910.07467)."""
+
+    kind = "rms"
+
+    def wide(self, x: Tensor) -> Tensor:
+        """As :meth:`Norm.wide`."""
+        x = widen(x)
+        weight = None if self.weight is None else self.weight.to(x.dtype)
+        out = F.rms_norm(x, (self.size,), weight, self.eps)
+        return out if self.bias is None else out + self.bias.to(x.dtype)
+
+
+class LayerNorm(Norm):
+    """``(x - mean(x)) / sqrt(var(x) + eps) · weight (+ bias)`` over the last dimension (Ba et al., arXiv 1607.06450)."""
+
+    kind = "layer"
+
+    def wide(self, x: Tensor) -> Tensor:
+        """As :meth:`Norm.wide`."""
+        x = widen(x)
+        weight = None if self.weight is None else self.weight.to(x.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.layer_norm(x, (self.size,), weight, bias, self.eps)
+
+
+_KINDS: dict[str, type[Norm]] = {"rms": RMSNorm, "layer": LayerNorm}
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """The norm that a host uses, so that a scheme's own norms can be of the same kind.
+
+    Attributes:
+        kind: ``"rms"`` or ``"layer"``.
+        size: width of the normalised dimension.
+        eps: as in :class:`Norm`.
+        bias: whether the norm learns a bias.
+        affine: whether it learns a weight.
+    """
+
+    kind: NormKind
+    size: int
+    eps: float = 1e-6
+    bias: bool = False
+    affine: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise ConfigError(f"unknown norm {self.kind!r}: valid are {', '.join(_KINDS)}")
+
+    def resized(self, size: int) -> NormSpec:
+        """The same norm over another width, such as a head's."""
+        return replace(self, size=size)
+
+    def build(self, *, init: float = 1.0) -> Norm:
+        """A new norm of this kind whose weight starts at ``init``."""
+        return _KINDS[self.kind](self.size, self.eps, bias=self.bias, affine=self.affine, init=init)

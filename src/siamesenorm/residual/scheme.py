@@ -1,0 +1,233 @@
+"""What a residual scheme is.
+
+A scheme decides what a branch (attention, MLP) reads from the residual streams, and how the branch's output is written
+back. Everything else in a Transformer is independent of it. Four moments and five declared facts say all of it:
+
+    open(h) -> streams                the embedding h (…, d) to the starting streams
+    read(streams) -> (u, carry)       what a sublayer's branch reads, and what its write will need
+    write(carry, o) -> streams        fold the branch's output o in
+    close(streams) -> h               the readout that the final norm sees
+
+    input_norm, branch_norms, init_gain, decay, gate
+
+``read`` and ``write`` belong to one :class:`Sublayer` per sublayer, which owns its norms and scales; ``close`` belongs
+to the :class:`Readout`. A host needs to know no more than this file.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, TypeVar
+
+from torch import Tensor, nn
+
+from .errors import ConfigError, nearest
+from .norms import NormSpec
+
+__all__ = [
+    "Block",
+    "Carry",
+    "Readout",
+    "Scheme",
+    "Site",
+    "Streams",
+    "Sublayer",
+    "choose",
+    "make_scheme",
+    "register",
+    "schemes",
+]
+
+Streams = tuple[Tensor, ...]
+"""A flat tuple of tensors, each (…, d) or (…, n, d): (Y,) for Pre-Norm, (X, Y) for SiameseNorm."""
+
+Carry = tuple[Tensor, ...]
+"""What a sublayer's ``write`` needs from its ``read``; private to the sublayer."""
+
+Kind = Literal["attention", "mlp", "parallel"]
+NormPlace = Literal["before", "after", "none"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a sublayer stands.
+
+    Attributes:
+        sublayer: index i in the stack, from 0.
+        block: index l of its block, from 0.
+        kind: ``"attention"``, ``"mlp"``, or ``"parallel"`` for a block whose attention and MLP share one read and write.
+        blocks: depth L of the stack in blocks.
+        sublayers: depth S of the stack in sublayers.
+    """
+
+    sublayer: int
+    block: int
+    kind: Kind
+    blocks: int
+    sublayers: int
+
+    @property
+    def first_block(self) -> bool:
+        """Whether this is a sublayer of block 0."""
+        return self.block == 0
+
+
+class Sublayer(nn.Module, ABC):
+    """The residual part of one sublayer: how its branch reads the streams and how the output is written back.
+
+    Constants that depend on the site are Python floats, never buffers, so that loading through a meta device cannot
+    lose them.
+
+    Attributes:
+        site: where the sublayer stands.
+        gate: factor on the branch output; 1.0 but during a residual warm-up (see :meth:`Scheme.gate`).
+    """
+
+    gate: float = 1.0
+
+    def __init__(self, site: Site) -> None:
+        super().__init__()
+        self.site = site
+
+    @abstractmethod
+    def read(self, streams: Streams) -> tuple[Tensor, Carry]:
+        """The branch's input (…, d) before the host's own norm, in the streams' dtype, and the carry."""
+
+    @abstractmethod
+    def write(self, carry: Carry, o: Tensor) -> Streams:
+        """The streams after the branch's output ``o`` (…, d) is folded in."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, str | float]:
+        """For tables: ``reads`` and ``writes`` as short equations, and ``scale`` on the update of a normed stream."""
+
+    def reset_parameters(self) -> None:
+        """Initial values of the parameters held directly (norms reset themselves). Draws no random numbers."""
+
+
+class Readout(nn.Module, ABC):
+    """The end of a stack: streams to the one hidden state that the host's final norm sees."""
+
+    @abstractmethod
+    def close(self, streams: Streams) -> Tensor:
+        """The readout (…, d), in the streams' dtype."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, str | float]:
+        """For tables, as :meth:`Sublayer.describe`."""
+
+    def reset_parameters(self) -> None:
+        """As :meth:`Sublayer.reset_parameters`."""
+
+
+class Block(nn.Module):
+    """Base of every module whose forward carries finished streams in and out; probes find blocks by it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme(ABC):
+    """A residual scheme with its options, which are the dataclass fields.
+
+    Attributes:
+        stream_dtype: ``"float32"`` keeps the streams in float32 in a narrower model (a bfloat16 stream loses an update
+            smaller than 1/256 of it); ``None`` keeps them in the dtype of the embedding.
+    """
+
+    name: ClassVar[str]
+    stream_dtype: Literal["float32"] | None = None
+
+    def __post_init__(self) -> None:
+        choose(self, "stream_dtype", None, "float32")
+
+    @abstractmethod
+    def open(self, h: Tensor) -> Streams:
+        """The starting streams for an embedding ``h`` (…, d)."""
+
+    @abstractmethod
+    def sublayer(self, site: Site, norm: NormSpec) -> Sublayer:
+        """The residual part of the sublayer at ``site``, its own norms being of the host's kind ``norm``."""
+
+    @abstractmethod
+    def readout(self, norm: NormSpec) -> Readout:
+        """The end of the stack."""
+
+    def input_norm(self, site: Site) -> NormPlace:
+        """Where the host's own norm of this sublayer goes: before the branch, after it, or nowhere (it is removed)."""
+        return "before"
+
+    def branch_norms(self, site: Site) -> tuple[str, ...]:
+        """Which of ``"q"``, ``"k"``, ``"v"`` the attention normalises per head, before RoPE and before the cache."""
+        return ()
+
+    def init_gain(self, role: str) -> float:
+        """Factor on the host's initial weights of a ``role``: ``"q"``, ``"k"``, ``"v"``, ``"o"`` or ``"mlp"``."""
+        return 1.0
+
+    def decay(self, name: str) -> bool:
+        """Whether the parameter ``name`` may get weight decay; norms and vectors never do, whatever this says."""
+        return True
+
+    def gate(self, site: Site, step: int) -> float:
+        """Factor on the branch output at training step ``step`` (from 1)."""
+        return 1.0
+
+    def options(self) -> dict[str, Any]:
+        """The options as plain values."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def choose(scheme: Scheme, option: str, *valid: object) -> None:
+    """Check that ``scheme.option`` is one of ``valid``, the type included (``1`` is not ``True``).
+
+    Raises:
+        ConfigError: otherwise, naming the nearest valid value.
+    """
+    value = getattr(scheme, option)
+    if any(type(value) is type(v) and value == v for v in valid):
+        return
+    hint = nearest(str(value), (str(v) for v in valid))
+    raise ConfigError(f"option '{option}' of scheme '{scheme.name}' cannot be {value!r}: {hint}")
+
+
+_REGISTRY: dict[str, type[Scheme]] = {}
+S = TypeVar("S", bound=type[Scheme])
+
+
+def register(cls: S) -> S:
+    """Class decorator: make a scheme available under its ``name``.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    if cls.name in _REGISTRY:
+        raise ConfigError(f"a scheme named '{cls.name}' is registered already ({_REGISTRY[cls.name].__qualname__})")
+    _REGISTRY[cls.name] = cls
+    return cls
+
+
+def schemes() -> tuple[str, ...]:
+    """The names of all registered schemes, sorted."""
+    return tuple(sorted(_REGISTRY))
+
+
+def make_scheme(name: str | Scheme, **options: Any) -> Scheme:
+    """The scheme called ``name`` with ``options``; a :class:`Scheme` is returned as it is.
+
+    Raises:
+        ConfigError: unknown name, unknown option, or a value that the option cannot have.
+    """
+    if isinstance(name, Scheme):
+        if options:
+            raise ConfigError(f"scheme '{name.name}' is given as an object, so it takes no further options")
+        return name
+    if not isinstance(name, str):
+        raise ConfigError(f"a scheme is named by a string, not by {name!r}")
+    if name not in _REGISTRY:
+        raise ConfigError(f"unknown scheme '{name}': {nearest(name, schemes())}")
+    cls = _REGISTRY[name]
+    valid = [f.name for f in fields(cls)]
+    for option in options:
+        if option not in valid:
+            raise ConfigError(f"scheme '{name}' has no option '{option}': {nearest(option, valid)}")
+    return cls(**options)
