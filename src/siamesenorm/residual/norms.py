@@ -78,8 +78,9 @@ class RMSNorm(Norm):
     def wide(self, x: Tensor) -> Tensor:
         """As :meth:`Norm.wide`."""
         x = widen(x)
-        weight = None if self.weight is None else self.weight.to(x.dtype)
-        out = F.rms_norm(x, (self.size,), weight, self.eps)
+        out = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        if self.weight is not None:
+            out = out * self.weight.to(x.dtype)
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
 

@@ -1,0 +1,103 @@
+"""The classes of rewired models, made from the host's own.
+
+``ResidualLlamaForCausalLM`` is transformers' ``LlamaForCausalLM`` with a config that carries a scheme, and so on for
+every class of every family: each is made on first use, and found again by name, so that models can be pickled.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, OutputRecorder
+
+from ..residual import ConfigError, Norm, Readout, Sublayer
+from .attention import SeparateProjections
+from .block import ReadoutNorm, ResidualBlock, Tap
+from .configs import residual_config
+from .families import all_hosts
+
+__all__ = ["ResidualModel", "residual_class", "swap_class"]
+
+
+class ResidualModel:
+    """Mixin over a transformers model whose blocks are rewired.
+
+    Its config says by which scheme, under ``residual_scheme``, so making one from a config rewires it.
+    """
+
+    config: Any
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        from .surgery import install
+
+        install(self)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        # transformers sets to 1 whatever has RMSNorm or LayerNorm in its class name; a scheme may start elsewhere.
+        if isinstance(module, Norm | Sublayer | Readout):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """As in transformers, but a missing or unexpected weight of the base model is an error, not a warning.
+
+        Raises:
+            ConfigError: such weights, all of them listed.
+        """
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        base = model.base_model_prefix + "."
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            names = sorted(str(key[0] if isinstance(key, tuple) else key) for key in info.get(kind) or ())
+            ours = [name for name in names if name.startswith(base) or model.base_model is model]
+            if ours:
+                raise ConfigError(f"{kind.replace('_', ' ')} in the checkpoint of {cls.__name__}: {', '.join(ours)}")
+        return (model, info) if output_loading_info else model
+
+
+@functools.cache
+def residual_class(host_class: type) -> type:
+    """The rewired counterpart of a host's model, block or attention class."""
+    attributes: dict[str, Any] = {"__module__": __name__, "__doc__": f"{host_class.__name__}, rewired."}
+    bases: tuple[type, ...]
+    if issubclass(host_class, PreTrainedModel):
+        bases = (ResidualModel, host_class)
+        attributes |= {
+            "config_class": residual_config(host_class.config_class),
+            "_can_record_outputs": {
+                **(host_class._can_record_outputs or {}),
+                "hidden_states": [
+                    OutputRecorder(Tap, capture_initial_hidden_state=False),
+                    OutputRecorder(ReadoutNorm, capture_initial_hidden_state=False),
+                ],
+            },
+        }
+    elif issubclass(host_class, GradientCheckpointingLayer):
+        bases = (ResidualBlock, host_class)
+    else:
+        bases = (SeparateProjections, host_class)
+        attributes |= SeparateProjections.functions_of(sys.modules[host_class.__module__])
+    return type(f"Residual{host_class.__name__}", bases, attributes)
+
+
+def swap_class(module: nn.Module) -> None:
+    """Give ``module`` the rewired counterpart of its class, in place."""
+    module.__class__ = residual_class(type(module))
+    if isinstance(module, PreTrainedModel):
+        _CAN_RECORD_REGISTRY[module] = type(module)._can_record_outputs
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("Residual"):
+        host_name = name.removeprefix("Residual")
+        for host in all_hosts():
+            if host_name.startswith(host.prefix) and (found := getattr(host.module(), host_name, None)) is not None:
+                return residual_class(found)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

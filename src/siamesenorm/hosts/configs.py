@@ -1,0 +1,78 @@
+"""The configs of rewired models: a family's own, with a ``model_type`` of its own and the scheme in it.
+
+Kept apart from the models, since transformers' table of configs is complete long before its models can be imported.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from ..residual import ConfigError, Scheme, make_scheme
+from .families import Host, all_hosts, get_host
+
+__all__ = ["host_of", "residual_config", "scheme_of", "scheme_to_dict"]
+
+_PREFIX = "siamesenorm_"
+_FORMAT = 1
+
+
+class _RegistersModels:
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        # No Auto class looks for a model before it has a config, so this is early enough; and not too early, for
+        # transformers imports its Auto classes while it is still importing the models.
+        from ..hub.autoload import register_models
+
+        register_models(host_of(self))
+
+
+@functools.cache
+def residual_config(host_class: type) -> type[Any]:
+    """The rewired counterpart of a host's config class; it is found again under its name in this module."""
+    return type(
+        f"Residual{host_class.__name__}",
+        (_RegistersModels, host_class),
+        {
+            "__module__": __name__,
+            "__doc__": f"{host_class.__name__} with a residual scheme, and its norms' kind where it is not the host's.",
+            "__annotations__": {"residual_scheme": dict | None, "residual_norm": dict | None},
+            "model_type": _PREFIX + host_class.model_type,
+            "residual_scheme": None,
+            "residual_norm": None,
+        },
+    )
+
+
+def host_of(config: Any) -> Host:
+    """The family of a rewired model's config."""
+    return get_host(config.model_type.removeprefix(_PREFIX))
+
+
+def scheme_to_dict(scheme: Scheme) -> dict[str, Any]:
+    """A scheme as it stands in ``config.json``."""
+    return {"format": _FORMAT, "name": scheme.name, **scheme.options()}
+
+
+def scheme_of(config: Any) -> Scheme:
+    """The scheme that a rewired model's config carries.
+
+    Raises:
+        ConfigError: it carries none, or one that this version does not know.
+    """
+    saved = getattr(config, "residual_scheme", None)
+    if not isinstance(saved, Mapping) or "name" not in saved:
+        raise ConfigError("this config carries no residual scheme: key 'residual_scheme' is missing or has no 'name'")
+    options = dict(saved)
+    if options.pop("format", _FORMAT) > _FORMAT:
+        raise ConfigError("this model was saved by a newer version of siamesenorm: update the package to load it")
+    return make_scheme(options.pop("name"), **options)
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("Residual"):
+        for host in all_hosts():
+            if name == f"Residual{host.prefix}Config":
+                return residual_config(host.config_class())
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

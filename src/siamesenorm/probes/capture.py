@@ -1,0 +1,49 @@
+"""The streams between blocks, as they are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ..residual import Block, ConfigError, Streams, finished
+
+__all__ = ["capture_streams"]
+
+
+@contextmanager
+def capture_streams(model: nn.Module) -> Iterator[list[Streams]]:
+    """Record the streams of a rewired model, or of a :class:`~siamesenorm.residual.Stack`, while it runs.
+
+    Yields:
+        A list that is cleared at each forward and then has one entry per block: the finished streams it returned, a
+        flat tuple such as (X, Y), each (…, d). They are live: part of the graph, in the streams' own dtype.
+
+    Raises:
+        ConfigError: ``model`` has no blocks of this package.
+
+    Example:
+        >>> with capture_streams(model) as streams:
+        ...     model(input_ids=ids)
+        >>> x, y = streams[-1]
+    """
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    if not blocks:
+        raise ConfigError(f"a {type(model).__name__} has no residual streams to capture: rewire it first")
+    captured: list[Streams] = []
+
+    def clear(module: nn.Module, args: Any) -> None:
+        captured.clear()
+
+    def record(module: nn.Module, args: Any, output: Streams) -> None:
+        captured.append(finished(output))
+
+    handles = [blocks[0].register_forward_pre_hook(clear)]
+    handles += [block.register_forward_hook(record) for block in blocks]
+    try:
+        yield captured
+    finally:
+        for handle in handles:
+            handle.remove()
