@@ -1,0 +1,1 @@
+"""Corpora and the token arrays that the training engine reads."""

@@ -1,0 +1,1 @@
+"""Recipes, and the runs that the training engine makes of them."""

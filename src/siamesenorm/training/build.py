@@ -1,0 +1,133 @@
+"""From a recipe to a model, and the checks that can be made before anything is trained or written."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from siamesenorm import hosts
+from siamesenorm.data import byte_tokenizer
+from siamesenorm.data.arrays import TokenArrays, check_source
+from siamesenorm.residual import ConfigError, Scheme, make_scheme
+from siamesenorm.training.recipe import Recipe
+
+# Vocabularies are often rounded up so that the last matrix product runs on whole tiles.
+_LARGEST_ROUNDING = 256
+
+
+def scheme_of(recipe: Recipe) -> Scheme:
+    """The residual scheme that a recipe names, with its options checked."""
+    return make_scheme(recipe.model.scheme, **recipe.model.options)
+
+
+def build_model(recipe: Recipe) -> PreTrainedModel:
+    """The recipe's model, initialised from its seed on torch's current default device.
+
+    The vocabulary and the ids of the document end and of padding are the tokeniser's unless the recipe gives them.
+
+    Raises:
+        ConfigError: for an unknown host, scheme, option or configuration key.
+    """
+    config: dict[str, Any] = {
+        "vocab_size": byte_tokenizer.VOCAB_SIZE,
+        "bos_token_id": None,
+        "eos_token_id": byte_tokenizer.EOS_ID,
+        "pad_token_id": byte_tokenizer.PAD_ID,
+        **recipe.model.config,
+    }
+    torch.manual_seed(recipe.seed)
+    return hosts.build(recipe.model.host, config, recipe.model.scheme, dict(recipe.model.options))
+
+
+def check(recipe: Recipe) -> PreTrainedModel:
+    """Refuse a recipe that could not be trained; what comes back is its model on the meta device, without weights.
+
+    Raises:
+        ConfigError: naming what does not fit together.
+    """
+    check_source(recipe.data.source)
+    with torch.device("meta"):
+        model = build_model(recipe)
+    check_vocabulary(model)
+    check_length(model, recipe.data.sequence_length, "data.sequence_length")
+    return model
+
+
+def check_vocabulary(model: PreTrainedModel) -> None:
+    """Refuse a model whose vocabulary is not the byte tokeniser's, or that rounded up.
+
+    Raises:
+        ConfigError: with both sizes.
+    """
+    own, needed = int(model.config.vocab_size), byte_tokenizer.VOCAB_SIZE
+    most = math.ceil(needed / _LARGEST_ROUNDING) * _LARGEST_ROUNDING
+    if not needed <= own <= most:
+        raise ConfigError(
+            f"the model's vocabulary of {own:,} does not match the byte tokeniser's {needed} tokens (vocab_size may be "
+            f"{needed} to {most})"
+        )
+
+
+def check_length(model: PreTrainedModel, length: int, name: str) -> None:
+    """Refuse sequences that the model has no positions for.
+
+    Raises:
+        ConfigError: with both lengths.
+    """
+    positions = positions_of(model)
+    if positions is not None and length > positions:
+        raise ConfigError(f"{name} ({length}) is longer than the model's max_position_embeddings ({positions})")
+
+
+def positions_of(model: PreTrainedModel) -> int | None:
+    """The longest sequence that the model is made for, in tokens; None where its configuration does not say."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    return None if positions is None else int(positions)
+
+
+def with_corpus(recipe: Recipe, arrays: TokenArrays) -> Recipe:
+    """The recipe with the corpus's fingerprint in it.
+
+    Raises:
+        ConfigError: where the recipe asks for a corpus with another one, or for more than it holds.
+    """
+    wanted = recipe.data.sha256
+    if wanted is not None and wanted != arrays.sha256:
+        raise ConfigError(
+            f"the corpus {arrays.source} is not the one that data.sha256 asks for: it has {arrays.sha256[:16]}…, not "
+            f"{wanted[:16]}… (it differs between Python versions; data.sha256=null takes it as it is)"
+        )
+    sequences = arrays.train_tokens // recipe.data.sequence_length
+    if sequences < recipe.train.batch_size:
+        raise ConfigError(
+            f"train.batch_size ({recipe.train.batch_size}) asks for more sequences of {recipe.data.sequence_length} "
+            f"tokens than the corpus has ({sequences:,})"
+        )
+    return replace(recipe, data=replace(recipe.data, sha256=arrays.sha256))
+
+
+def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:
+    """Parameters in total, and without the tables that turn tokens into vectors and back."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    tables = {id(table.weight): table.weight.numel() for table in (
+        model.get_input_embeddings(), model.get_output_embeddings()
+    ) if isinstance(table, torch.nn.Embedding | torch.nn.Linear)}  # fmt: skip
+    return total, total - sum(tables.values())
+
+
+def device_of(recipe: Recipe) -> torch.device:
+    """Where the recipe trains.
+
+    Raises:
+        ConfigError: where it names a device that is not there.
+    """
+    name = recipe.train.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("train.device is cuda and this machine has no CUDA device; use train.device=cpu")
+    return torch.device(name)

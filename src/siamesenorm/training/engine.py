@@ -1,0 +1,441 @@
+"""The one place where the training engine (ai2-olmo-core) is met.
+
+The engine brings the loop, the checkpoints, the data loader, the schedule and the optimiser. What is added here is a
+train module for any causal language model of transformers, and a callback that hands each step's numbers on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+import torch.distributed.checkpoint.state_dict as dcp
+from olmo_core.data import DataCollator, NumpyFSLDataLoader, NumpyFSLDataset
+from olmo_core.data.utils import get_labels, split_batch
+from olmo_core.distributed.utils import all_reduce_value, get_rank, get_world_size
+from olmo_core.optim import AdamWConfig, CosWithWarmup, OptimGroupOverride
+from olmo_core.train import Duration, LoadStrategy, Trainer, TrainerConfig
+from olmo_core.train.callbacks import Callback, CheckpointerCallback
+from olmo_core.train.train_module import EvalBatchSizeUnit, EvalBatchSpec, TrainModule
+from olmo_core.utils import move_to_device
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from siamesenorm.data.arrays import DTYPE, TokenArrays
+from siamesenorm.residual import ConfigError, Scheme
+from siamesenorm.training import checkpoints
+from siamesenorm.training.decay import undecayed
+from siamesenorm.training.evaluate import IGNORED, Evaluation, summed_loss
+from siamesenorm.training.recipe import Recipe
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient that is not finite, found before the optimiser used it."""
+
+    def __init__(self, step: int, loss: float, grad_norm: float) -> None:
+        super().__init__(f"step {step}: the loss is {loss} and the gradient norm {grad_norm}")
+        self.step = step
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimiser step's numbers.
+
+    ``loss`` is in nats per token over the step's batch, ``grad_norm`` is taken before clipping, ``tokens`` and
+    ``seconds`` count from the start of the run over all its sessions (seconds in steps only, without validation and
+    saving). ``validation`` is there where one was due.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    seconds: float
+    validation: Evaluation | None
+
+
+class Listener(Protocol):
+    """What wants to know about a run's progress."""
+
+    def resumed(self, step: int) -> None:
+        """The run goes on after `step`, from the checkpoint taken there; 0 where it starts afresh."""
+
+    def step(self, step: Step) -> None:
+        """A step is done."""
+
+    def flush(self) -> None:
+        """A checkpoint is about to be written: what was heard so far must be on disk before it."""
+
+    def warn(self, message: str) -> None:
+        """Something that the user should know."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How `fit` ended; ``interrupted`` where a signal stopped it before the last step."""
+
+    step: int
+    tokens: int
+    seconds: float
+    interrupted: bool
+    validation: Evaluation | None
+
+
+class CausalLMModule(TrainModule):
+    """Any causal language model of transformers, as the engine drives it.
+
+    The loss is the sum of the cross-entropy over a whole batch, all micro-batches and processes, divided by the number
+    of tokens that count in all of them, so that no split of the batch changes it.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        optim: torch.optim.Optimizer,
+        scheduler: CosWithWarmup,
+        *,
+        micro_batch_size: int,
+        sequence_length: int,
+        max_grad_norm: float | None,
+        autocast: torch.dtype | None,
+        seed: int,
+        device: torch.device,
+        compile: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        # The compiled form shares the parameters; state dictionaries and generation see the plain model.
+        self._forward = torch.compile(model) if compile else model
+        self.optim = optim
+        self.scheduler = scheduler
+        self.micro_batch_size = micro_batch_size
+        self.sequence_length = sequence_length
+        self.max_grad_norm = max_grad_norm
+        self.autocast = autocast
+        self.seed = seed
+        self.device = device
+        self.loss = float("nan")
+        self.grad_norm = float("nan")
+        self.lr = 0.0
+        self._batch_loss = torch.zeros((), device=device)
+
+    @property
+    def eval_batch_spec(self) -> EvalBatchSpec:
+        return EvalBatchSpec(self.micro_batch_size, EvalBatchSizeUnit.instances, self.sequence_length)
+
+    def state_dict(self, *, optim: bool | None = None) -> dict[str, Any]:
+        """Model and optimiser state by parameter name, so that it does not depend on the number of processes."""
+        options = dcp.StateDictOptions(flatten_optimizer_state_dict=True, cpu_offload=True)
+        state: dict[str, Any] = {"model": dcp.get_model_state_dict(self.model, options=options)}
+        if optim is not False:
+            state["optim"] = dcp.get_optimizer_state_dict(self.model, self.optim, options=options)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        options = dcp.StateDictOptions(flatten_optimizer_state_dict=True, strict=True)
+        dcp.set_model_state_dict(self.model, state_dict["model"], options=options)
+        if "optim" in state_dict:
+            dcp.set_optimizer_state_dict(self.model, self.optim, state_dict["optim"], options=options)
+
+    def train_batch(self, batch: dict[str, Any], dry_run: bool = False) -> None:
+        """Forward and backward over one process's share of a batch, micro-batch by micro-batch.
+
+        Args:
+            batch: ``input_ids`` (batch, seq), with masks as the engine's collator makes them, or with ``labels``
+                already aligned to the logits.
+            dry_run: nothing of it is recorded.
+        """
+        self.model.train()
+        # The engine restores the generators before it draws its trial batch and opens the data, so after a resume they
+        # would have moved on. A seed that only the step decides makes dropout the same in a broken and unbroken run.
+        torch.manual_seed(_step_seed(self.seed, 0 if dry_run else self.trainer.global_step, get_rank()))
+        batch = move_to_device(batch, self.device)
+        if "labels" not in batch:
+            batch["labels"] = get_labels(batch, label_ignore_index=IGNORED)
+        counted = (batch["labels"] != IGNORED).sum()
+        # Where nothing counts anywhere, the summed loss is zero and so must be the mean.
+        counted = all_reduce_value(counted, self.device).clamp(min=1)
+        batch_loss = torch.zeros((), device=self.device)
+        for micro_batch in split_batch(batch, self.micro_batch_size):
+            with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+                logits = self._forward(
+                    input_ids=micro_batch["input_ids"],
+                    attention_mask=micro_batch.get("attention_mask"),
+                    use_cache=False,
+                ).logits
+            loss = summed_loss(logits, micro_batch["labels"]) / counted
+            loss.backward()
+            batch_loss += loss.detach()
+        if not dry_run:
+            self._batch_loss = all_reduce_value(batch_loss, self.device)
+
+    def eval_batch(self, batch: dict[str, Any], labels: Tensor | None = None) -> Tensor:
+        """Logits (batch, seq, vocab) without gradient; `labels` are the caller's to compare."""
+        del labels
+        self.model.eval()
+        with torch.no_grad(), torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
+            logits = self.model(input_ids=move_to_device(batch["input_ids"], self.device), use_cache=False).logits
+        assert isinstance(logits, Tensor)
+        return logits
+
+    def optim_step(self) -> None:
+        """Clip and step.
+
+        Raises:
+            NonFiniteError: before anything is changed, and on every process, since both numbers are over all of them.
+        """
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        numbers = torch.stack([self._batch_loss, norm.to(self._batch_loss.dtype)])
+        self.loss, self.grad_norm = numbers.tolist()
+        if not torch.isfinite(numbers).all():
+            raise NonFiniteError(self.trainer.global_step, self.loss, self.grad_norm)
+        if self.max_grad_norm is not None:
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), self.max_grad_norm, norm)
+        for group in self.optim.param_groups:
+            self.lr = float(self.scheduler.set_lr(group, self.trainer))
+        self.optim.step()
+        self.record_ce_loss(self.loss)
+        self.record_metric("total grad norm", self.grad_norm, namespace="optim")
+        self.record_metric("LR", self.lr, namespace="optim")
+
+    def zero_grads(self) -> None:
+        self.optim.zero_grad(set_to_none=True)
+
+    def num_flops_per_token(self, seq_len: int) -> int | None:
+        """Not known to the engine; ``siamesenorm inspect`` counts them."""
+        del seq_len
+        return None
+
+    def global_num_flops_in_batch(self, batch: dict[str, Any]) -> int | None:
+        """Not known to the engine."""
+        del batch
+        return None
+
+
+@dataclass
+class Recorder(Callback):
+    """Validates when it is due, times the steps and tells the listener.
+
+    It runs before the checkpointer, so a checkpoint's step has been heard of when the checkpoint is written.
+    """
+
+    priority: ClassVar[int] = 2
+
+    listener: Listener
+    validate: Callable[[], Evaluation]
+    validate_every: int
+    last_validation: Evaluation | None = None
+    seconds: float = 0.0
+    _started: float = field(default=0.0, repr=False)
+
+    def pre_load_batch(self) -> None:
+        self._started = time.perf_counter()
+
+    def post_train_batch(self) -> None:
+        self.seconds += time.perf_counter() - self._started
+        module = self.trainer.train_module
+        assert isinstance(module, CausalLMModule)
+        due = self.step % self.validate_every == 0 or self.step == self.trainer.max_steps
+        self.last_validation = self.validate() if due else None
+        self.listener.step(
+            Step(
+                step=self.step,
+                loss=module.loss,
+                lr=module.lr,
+                grad_norm=module.grad_norm,
+                tokens=self.trainer.global_train_tokens_seen,
+                seconds=self.seconds,
+                validation=self.last_validation,
+            )
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        # The engine asks for this while it gathers what a checkpoint will hold.
+        self.listener.flush()
+        return {"seconds": self.seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seconds = state_dict["seconds"]
+
+    def post_checkpoint_saved(self, path: Any) -> None:
+        if get_rank() == 0:
+            checkpoints.seal(Path(path))
+
+
+def fit(
+    model: PreTrainedModel,
+    scheme: Scheme,
+    recipe: Recipe,
+    arrays: TokenArrays,
+    *,
+    folder: Path,
+    device: torch.device,
+    listener: Listener,
+    validate: Callable[[], Evaluation],
+) -> Outcome:
+    """Train `model` in place by `recipe`, from the newest whole checkpoint in `folder` where there is one.
+
+    SIGINT and SIGTERM save a checkpoint after the running step and end the training.
+
+    Args:
+        model: freshly initialised, on `device`.
+        scheme: the model's, for what it exempts from weight decay.
+        recipe: already checked against `arrays`.
+        arrays: the tokens.
+        folder: where checkpoints are kept; the run's own, since loading one executes what it holds.
+        device: where to train.
+        listener: told of every step.
+        validate: measures the validation loss of the model as it is.
+
+    Raises:
+        NonFiniteError: where the loss or the gradient is not finite; nothing is written after that.
+        ConfigError: where no checkpoint of a run that has some can be loaded.
+    """
+    trainer, recorder = assemble(
+        model, scheme, recipe, arrays, folder=folder, device=device, listener=listener, validate=validate
+    )
+    listener.resumed(_load_newest(trainer, folder, listener))
+    trainer.fit()
+    return Outcome(
+        step=trainer.global_step,
+        tokens=trainer.global_train_tokens_seen,
+        seconds=recorder.seconds,
+        interrupted=trainer.global_step < recipe.train.steps,
+        validation=recorder.last_validation,
+    )
+
+
+def assemble(
+    model: PreTrainedModel,
+    scheme: Scheme,
+    recipe: Recipe,
+    arrays: TokenArrays,
+    *,
+    folder: Path,
+    device: torch.device,
+    listener: Listener,
+    validate: Callable[[], Evaluation],
+) -> tuple[Trainer, Recorder]:
+    """The engine's trainer for a run, with the callback that reports on it; arguments as for `fit`."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("this version trains in one process; start it without torchrun")
+    train = recipe.train
+    if train.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    module = CausalLMModule(
+        model,
+        _optimizer(model, scheme, recipe),
+        CosWithWarmup(warmup=recipe.schedule.warmup_steps, alpha_f=recipe.schedule.final_fraction),
+        micro_batch_size=train.micro_batch_size or train.batch_size // get_world_size(),
+        sequence_length=recipe.data.sequence_length,
+        max_grad_norm=train.max_grad_norm,
+        autocast=torch.bfloat16 if train.precision == "bfloat16" else None,
+        seed=recipe.seed,
+        device=device,
+        compile=train.compile,
+    )
+    recorder = Recorder(listener=listener, validate=validate, validate_every=train.validate_every)
+    config = TrainerConfig(
+        save_folder=str(folder),
+        load_strategy=LoadStrategy.never,
+        # A step that is reached again replaces the broken checkpoint that a resume stepped back from.
+        save_overwrite=True,
+        device=str(device),
+        max_duration=Duration.steps(train.steps),
+        cancel_check_interval=1,
+        metrics_collect_interval=max(train.log_every, 1),
+        callbacks={
+            "recorder": recorder,
+            "checkpointer": CheckpointerCallback(
+                save_interval=train.checkpoint_every,
+                pre_train_checkpoint=False,
+                # The asynchronous kind can leave two processes waiting for each other.
+                save_async=False,
+                max_checkpoints=train.keep_checkpoints,
+            ),
+        },
+    )
+    return config.build(module, _data_loader(recipe, arrays, folder / "order", device)), recorder
+
+
+def _optimizer(model: PreTrainedModel, scheme: Scheme, recipe: Recipe) -> torch.optim.Optimizer:
+    optim = recipe.optim
+    exempt = undecayed(model, scheme, optim)
+    return AdamWConfig(
+        lr=optim.lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        group_overrides=[OptimGroupOverride(params=exempt, opts={"weight_decay": 0.0})] if exempt else None,
+    ).build(model)
+
+
+def _data_loader(recipe: Recipe, arrays: TokenArrays, work_dir: Path, device: torch.device) -> NumpyFSLDataLoader:
+    length = recipe.data.sequence_length
+    dataset = NumpyFSLDataset(
+        str(arrays.train_path),
+        sequence_length=length,
+        pad_token_id=arrays.pad_id,
+        eos_token_id=arrays.eos_id,
+        vocab_size=arrays.vocab_size,
+        dtype=DTYPE,
+    )
+    dataset.work_dir = work_dir
+    dataset.prepare()
+    return NumpyFSLDataLoader(
+        dataset,
+        collator=DataCollator(pad_token_id=arrays.pad_id),
+        global_batch_size=recipe.train.batch_size * length,
+        work_dir=work_dir,
+        seed=recipe.seed,
+        # Reading a memory map is quicker than handing it between threads on the cores that train.
+        num_threads=0 if device.type == "cpu" else None,
+        target_device_type=device.type,
+        dp_world_size=get_world_size(),
+        dp_rank=get_rank(),
+    )
+
+
+def _load_newest(trainer: Trainer, folder: Path, listener: Listener) -> int:
+    """Load the newest checkpoint that can be loaded, warning of each that cannot; the step to go on after."""
+    found = checkpoints.newest_first(folder)
+    failed_to_load = False
+    for step, path in found:
+        fault = checkpoints.fault(path)
+        if fault is None:
+            try:
+                trainer.load_checkpoint(str(path), load_trainer_state=True, load_optim_state=True)
+            except Exception as error:  # whatever a damaged file makes the readers raise
+                fault = f"loading it fails ({type(error).__name__}: {error})"
+                failed_to_load = True
+            else:
+                _adopt(trainer, found[found.index((step, path)) :])
+                return step
+        listener.warn(f"checkpoint {path} is not used: {fault}")
+    if failed_to_load:
+        raise ConfigError(f"no checkpoint in {folder} can be loaded; start the run anew with another --out")
+    if found:
+        listener.warn("no whole checkpoint is left, so the run starts from its beginning")
+    return 0
+
+
+def _adopt(trainer: Trainer, found: list[tuple[int, Path]]) -> None:
+    """Count the whole ones among checkpoints of earlier sessions, newest first, towards the number that is kept."""
+    checkpointer = trainer.callbacks["checkpointer"]
+    assert isinstance(checkpointer, CheckpointerCallback)
+    checkpointer._latest_checkpoint_step = found[0][0]
+    checkpointer._checkpoints = [str(path) for _, path in reversed(found) if checkpoints.fault(path) is None]
+
+
+def _step_seed(seed: int, step: int, rank: int) -> int:
+    """A generator seed of its own for each step of each process."""
+    digest = hashlib.sha256(f"{seed},{step},{rank}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -1,0 +1,99 @@
+"""The loss of a causal language model on held-out tokens, and on a batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from siamesenorm.residual import ConfigError
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean cross-entropy in nats per token, over ``tokens`` predicted tokens."""
+
+    loss: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss; infinite where that overflows."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+
+def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy summed over the tokens that count, computed in float32 or wider.
+
+    Args:
+        logits: (batch, seq, vocab).
+        labels: (batch, seq), aligned with the logits: ``labels[:, t]`` is what ``logits[:, t]`` predicts. `IGNORED`
+            marks what does not count; where nothing counts, the sum and its gradient are zero.
+    """
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return functional.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def held_out_sequences(tokens: np.ndarray, sequence_length: int, count: int | None) -> np.ndarray:
+    """Sequences to evaluate on, shape (count, sequence_length): always the same, spread evenly over all the tokens.
+
+    Raises:
+        ConfigError: where there are fewer than `count`, or none.
+    """
+    available = len(tokens) // sequence_length
+    wanted = available if count is None else count
+    if available < max(wanted, 1):
+        raise ConfigError(
+            f"the held-out tokens ({len(tokens):,}) make {available} sequences of {sequence_length}; data."
+            f"validation_sequences asks for {max(wanted, 1)}"
+        )
+    chosen = np.arange(wanted) * available // wanted
+    return np.asarray(tokens[: available * sequence_length]).reshape(available, sequence_length)[chosen]
+
+
+@torch.no_grad()
+def evaluate(
+    model: PreTrainedModel,
+    sequences: np.ndarray,
+    *,
+    batch_size: int,
+    device: torch.device,
+    autocast: torch.dtype | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Mean loss over all next-token predictions within the sequences, each token weighing the same.
+
+    Args:
+        model: put into evaluation mode while this runs, and back into the mode it was in.
+        sequences: (count, seq) token ids.
+        batch_size: sequences at a time; changes the time and, beyond rounding, nothing else.
+        device: where the model is.
+        autocast: the dtype of autocast, or None for none.
+        progress: called with the number of sequences done and their total.
+    """
+    was_training = model.training
+    model.eval()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    try:
+        for start in range(0, len(sequences), batch_size):
+            ids = torch.as_tensor(sequences[start : start + batch_size].astype(np.int64), device=device)
+            with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+                logits = model(input_ids=ids, use_cache=False).logits
+            total += summed_loss(logits[:, :-1], ids[:, 1:]).double()
+            if progress is not None:
+                progress(min(start + batch_size, len(sequences)), len(sequences))
+    finally:
+        model.train(was_training)
+    tokens = sequences.shape[0] * (sequences.shape[1] - 1)
+    return Evaluation(loss=total.item() / tokens, tokens=tokens)

@@ -1,0 +1,152 @@
+"""Recipes as YAML files, and ``key.sub=value`` overrides on top of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from siamesenorm.residual import ConfigError, nearest
+from siamesenorm.training.recipe import Recipe, from_mapping, nearest_key, open_mappings, to_mapping, valid_keys
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which 1e-3 is a number and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if isinstance(key, Hashable):
+                if key in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", node.start_mark)
+                seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+# YAML 1.1 asks for a dot and a signed exponent in a float, which makes text of the way most people write a rate.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+
+
+def recipes_folder() -> Path:
+    """Where the recipes that come with the package are: inside an installed one, next to src/ in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parents[1] / "recipes"
+
+
+def recipe_names() -> list[str]:
+    """The names of the recipes that come with the package."""
+    return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
+
+
+def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe by name or path, with overrides applied.
+
+    Args:
+        recipe: the name of a recipe of the package, or the path of a YAML file.
+        overrides: ``key.sub=value`` texts; values are read as YAML. One that changes ``model.scheme`` drops the
+            recipe's own ``model.options``, which belong to the other scheme.
+
+    Raises:
+        ConfigError: for a recipe that does not exist or cannot be read, and all that `from_mapping` refuses.
+    """
+    tree = read(find(recipe))
+    tree.setdefault("name", Path(recipe).stem)
+    return from_mapping(_apply(tree, overrides))
+
+
+def find(recipe: str) -> Path:
+    """The file of a recipe given by name or path.
+
+    Raises:
+        ConfigError: naming the nearest recipe.
+    """
+    path = Path(recipe)
+    if path.suffix in (".yaml", ".yml") or path.parent != Path("."):
+        if path.is_file():
+            return path
+        raise ConfigError(f"there is no recipe file '{recipe}'; the package's recipes: {', '.join(recipe_names())}")
+    packaged = recipes_folder() / f"{recipe}.yaml"
+    if not recipe or not packaged.is_file():
+        raise ConfigError(f"unknown recipe '{recipe}'; {nearest(recipe, recipe_names())}")
+    return packaged
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        ConfigError: where the file cannot be read or holds anything else.
+    """
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the recipe {path}: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {_one_line(error)}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds no recipe: a mapping of keys to values is expected")
+    return tree
+
+
+def dump(recipe: Recipe) -> str:
+    """A recipe as YAML that `read` and `from_mapping` turn back into an equal one."""
+    return yaml.safe_dump(to_mapping(recipe), sort_keys=False, allow_unicode=True)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _apply(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`tree` with overrides put in."""
+    changes: dict[str, Any] = {}
+    for text in overrides:
+        key, sign, value = text.partition("=")
+        if not sign or not key:
+            raise ConfigError(f"'{text}' is no override; write key.sub=value")
+        parsed = _scalar(key, value)
+        if key in changes and changes[key] != parsed:
+            raise ConfigError(f"{key} is given twice, as {changes[key]!r} and as {parsed!r}")
+        changes[key] = parsed
+    out = _copy(tree)
+    scheme = changes.get("model.scheme")
+    model = out.get("model")
+    if scheme is not None and isinstance(model, dict) and model.get("scheme") != scheme:
+        model.pop("options", None)
+    for key, value in changes.items():
+        _set(out, key, value)
+    return out
+
+
+def _scalar(key: str, text: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the value of {key} cannot be read as YAML: {_one_line(error)}") from error
+
+
+def _copy(value: Any) -> Any:
+    return {key: _copy(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    inside_open = any(key.startswith(f"{name}.") and key.count(".") == 2 for name in open_mappings())
+    if key not in valid_keys() and not inside_open:
+        raise ConfigError(f"unknown key '{key}'; {nearest_key(key)}")
+    *path, leaf = key.split(".")
+    node = tree
+    for step in path:
+        inner = node.setdefault(step, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"cannot set {key}: '{step}' is not a mapping in this recipe")
+        node = inner
+    node[leaf] = value
