@@ -53,16 +53,20 @@ class Lines:
         self._pace = _Pace()
 
     def note(self, message: str) -> None:
+        """Print it."""
         print(message, file=sys.stderr, flush=True)
 
     def warn(self, message: str) -> None:
+        """Print it, marked as a warning."""
         self.note(f"warning: {message}")
 
     def begin(self, done: int, total: int) -> None:
+        """Start counting."""
         self.total = total
         self._pace = _Pace()
 
     def step(self, step: Step) -> None:
+        """Show the step."""
         rate, left = self._pace.rate(step, self.total)
         if step.validation is None and step.step % self.every and step.step not in (1, self.total):
             return
@@ -74,7 +78,7 @@ class Lines:
         self.note("  ".join(parts))
 
     def end(self) -> None:
-        return None
+        """Nothing is left open."""
 
 
 class Bar:
@@ -99,12 +103,15 @@ class Bar:
         self._pace = _Pace()
 
     def note(self, message: str) -> None:
+        """Print it."""
         self._console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, message: str) -> None:
+        """Print it, marked as a warning."""
         self._console.print(f"warning: {message}", markup=False, highlight=False, style="yellow", soft_wrap=True)
 
     def begin(self, done: int, total: int) -> None:
+        """Start counting."""
         self._total = total
         self._pace = _Pace()
         self._progress.update(self._task, total=total, completed=done)
@@ -112,6 +119,7 @@ class Bar:
         self._progress.start()
 
     def step(self, step: Step) -> None:
+        """Show the step."""
         rate, left = self._pace.rate(step, self._total)
         self._progress.update(
             self._task,
@@ -124,6 +132,7 @@ class Bar:
             self.note(f"step {step.step}: validation loss {step.validation.loss:.4f}")
 
     def end(self) -> None:
+        """Take the bar down."""
         self._progress.stop()
 
 

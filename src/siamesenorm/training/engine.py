@@ -128,6 +128,7 @@ class CausalLMModule(TrainModule):
 
     @property
     def eval_batch_spec(self) -> EvalBatchSpec:
+        """How the engine's own evaluators should cut their batches."""
         return EvalBatchSpec(self.micro_batch_size, EvalBatchSizeUnit.instances, self.sequence_length)
 
     def state_dict(self, *, optim: bool | None = None) -> dict[str, Any]:
@@ -139,6 +140,7 @@ class CausalLMModule(TrainModule):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What `state_dict` gave."""
         options = dcp.StateDictOptions(flatten_optimizer_state_dict=True, strict=True)
         dcp.set_model_state_dict(self.model, state_dict["model"], options=options)
         if "optim" in state_dict:
@@ -207,6 +209,7 @@ class CausalLMModule(TrainModule):
         self.record_metric("LR", self.lr, namespace="optim")
 
     def zero_grads(self) -> None:
+        """Drop the gradients."""
         self.optim.zero_grad(set_to_none=True)
 
     def num_flops_per_token(self, seq_len: int) -> int | None:
@@ -237,9 +240,11 @@ class Recorder(Callback):
     _started: float = field(default=0.0, repr=False)
 
     def pre_load_batch(self) -> None:
+        """Start the step's clock."""
         self._started = time.perf_counter()
 
     def post_train_batch(self) -> None:
+        """Stop the clock, validate if it is due, and report."""
         self.seconds += time.perf_counter() - self._started
         module = self.trainer.train_module
         assert isinstance(module, CausalLMModule)
@@ -258,14 +263,17 @@ class Recorder(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        # The engine asks for this while it gathers what a checkpoint will hold.
+        """The seconds so far; what the listener heard is on disk before they are."""
+        # The engine asks for this while it gathers what a checkpoint will hold, before it writes.
         self.listener.flush()
         return {"seconds": self.seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What `state_dict` gave."""
         self.seconds = state_dict["seconds"]
 
     def post_checkpoint_saved(self, path: Any) -> None:
+        """Mark the checkpoint as whole."""
         if get_rank() == 0:
             checkpoints.seal(Path(path))
 

@@ -155,7 +155,7 @@ def flatten(recipe: Recipe) -> dict[str, Any]:
 def valid_keys() -> list[str]:
     """All dotted keys that a recipe has; ``model.options`` and ``model.config`` take further keys of their own."""
 
-    def walk(cls: type, prefix: str) -> list[str]:
+    def walk(cls: Any, prefix: str) -> list[str]:
         keys = []
         for name, hint in get_type_hints(cls).items():
             keys += walk(hint, f"{prefix}{name}.") if is_dataclass(hint) else [prefix + name]
@@ -186,7 +186,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _build(cls: type, tree: Any, prefix: str) -> object:
+def _build(cls: Any, tree: Any, prefix: str) -> object:
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{prefix.rstrip('.') or 'a recipe'} must be a mapping of keys to values, not {tree!r}")
     hints = get_type_hints(cls)
@@ -194,7 +194,7 @@ def _build(cls: type, tree: Any, prefix: str) -> object:
         if key not in hints:
             raise ConfigError(f"unknown key '{prefix}{key}' in the recipe; {nearest_key(f'{prefix}{key}')}")
     values = {}
-    for spec in fields(cls):  # type: ignore[arg-type]  # every cls here is a dataclass
+    for spec in fields(cls):
         if spec.name in tree:
             values[spec.name] = _value(hints[spec.name], tree[spec.name], prefix + spec.name)
         elif spec.default is MISSING and spec.default_factory is MISSING:
@@ -205,7 +205,7 @@ def _build(cls: type, tree: Any, prefix: str) -> object:
 def _value(hint: Any, value: Any, key: str) -> Any:
     """`value` as the type that `hint` names, or a ConfigError with the key, the value and that type."""
     if is_dataclass(hint):
-        return _build(hint, value, f"{key}.")  # type: ignore[arg-type]
+        return _build(hint, value, f"{key}.")
     optional = get_origin(hint) in (Union, types.UnionType)
     if optional:
         if value is None:

@@ -19,10 +19,12 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable):
                 if key in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", node.start_mark)
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key!r} is given twice", node.start_mark
+                    )
                 seen.add(key)
         return super().construct_mapping(node, deep)
 

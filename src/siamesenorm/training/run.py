@@ -8,13 +8,16 @@ import logging
 import platform
 import shutil
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as hf_logging
 
 from siamesenorm.data import arrays as token_arrays
 from siamesenorm.data import byte_tokenizer
@@ -150,7 +153,7 @@ def _fit_and_save(
             "interrupted",
             folder,
             {},
-            f"stopped after step {outcome.step} of {recipe.train.steps}, and saved; the same command goes on from there",
+            f"stopped after step {outcome.step} of {recipe.train.steps} and saved; the same command goes on from there",
         )
     validation = outcome.validation or validate()
     tokenizer = byte_tokenizer.build(positions_of(model))
@@ -217,15 +220,20 @@ class _quiet_engine:  # noqa: N801  # used as a verb
         self._verbose = verbose
         self._logger = logging.getLogger("olmo_core")
         self._level = self._logger.level
+        self._warnings = warnings.catch_warnings()
 
     def __enter__(self) -> None:
+        self._warnings.__enter__()
         if self._verbose:
             logging.basicConfig(level=logging.INFO)
-        else:
-            self._logger.setLevel(logging.CRITICAL + 1)
+            return
+        self._logger.setLevel(logging.CRITICAL + 1)
+        # Said at each checkpoint of a single process, which is nothing unusual here.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exception: Any) -> None:
         self._logger.setLevel(self._level)
+        self._warnings.__exit__(*exception)
 
 
 def _summary(
@@ -266,14 +274,29 @@ def _save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path
     """Save model and tokeniser in Hugging Face form, under another name until both are whole."""
     unfinished = path.with_name(f".{path.name}-unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    model.save_pretrained(unfinished)
+    with _no_progress_bars():
+        model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     shutil.rmtree(path, ignore_errors=True)
     unfinished.rename(path)
 
 
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Without transformers' own bars, which would break up the output of a run."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
+
+
 def _plot(folder: RunFolder, recipe: Recipe) -> None:
-    loss_curve(read_metrics(folder.metrics), f"{recipe.name}, {recipe.model.scheme}, seed {recipe.seed}", folder.loss_plot)
+    loss_curve(
+        read_metrics(folder.metrics), f"{recipe.name}, {recipe.model.scheme}, seed {recipe.seed}", folder.loss_plot
+    )
 
 
 def _sample(recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str | None:

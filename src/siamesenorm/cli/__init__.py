@@ -1,0 +1,53 @@
+"""The command line. Modules here import nothing heavy until a command runs, so that help answers at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+
+def _app() -> typer.Typer:
+    from siamesenorm.cli import eval as evaluate
+    from siamesenorm.cli import generate, inspect, train
+
+    app = typer.Typer(
+        name="siamesenorm",
+        help="Train, evaluate and look into language models with SiameseNorm or another residual scheme.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.command("train")(train.train)
+    app.command("eval")(evaluate.evaluate)
+    app.command("generate")(generate.generate)
+    app.command("inspect")(inspect.inspect)
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and leave with its exit code.
+
+    0: done. 1: the training diverged. 2: the request is wrong, one message on stderr says how. 130: interrupted.
+    """
+    command = typer.main.get_command(_app())
+    try:
+        code = command.main(args=list(sys.argv[1:] if arguments is None else arguments), standalone_mode=True)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except Exception as error:
+        from siamesenorm.residual import ConfigError
+
+        if isinstance(error, ConfigError):
+            _fail(str(error), 2)
+        if isinstance(error, OSError):
+            where = f" ({error.filename})" if error.filename else ""
+            _fail(f"{error.strerror or error}{where}", 2)
+        raise
+    sys.exit(code)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)

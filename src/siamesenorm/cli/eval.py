@@ -1,0 +1,61 @@
+"""``siamesenorm eval``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from siamesenorm.cli.options import Json, ModelOrRun, load, model_folder, print_json
+
+
+def evaluate(
+    model_or_run: ModelOrRun,
+    source: Annotated[str | None, typer.Option(help="The corpus; default: the run's, else python-stdlib.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(min=2, help="In tokens; default: the run's, else 256.")] = None,
+    sequences: Annotated[
+        int | None, typer.Option(min=1, help="How many, spread over the held-out part; default: the run's, else all.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 8,
+    json: Json = False,
+) -> None:
+    """Measure a model's loss and perplexity on held-out text."""
+    import torch
+
+    from siamesenorm.data import arrays as token_arrays
+    from siamesenorm.training.build import check_length, check_vocabulary, positions_of
+    from siamesenorm.training.evaluate import evaluate as measure
+    from siamesenorm.training.evaluate import held_out_sequences
+
+    path, recipe = model_folder(model_or_run)
+    model, _ = load(path)
+    check_vocabulary(model)
+    arrays = token_arrays.prepare(source or (recipe.data.source if recipe else "python-stdlib"))
+    length = sequence_length or (recipe.data.sequence_length if recipe else min(256, positions_of(model) or 256))
+    check_length(model, length, "--sequence-length")
+    if sequences is None and recipe is not None and sequence_length is None:
+        sequences = recipe.data.validation_sequences
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = measure(
+        model.to(device),
+        held_out_sequences(arrays.validation(), length, sequences),
+        batch_size=batch_size,
+        device=device,
+        autocast=torch.bfloat16 if recipe and recipe.train.precision == "bfloat16" else None,
+    )
+    if json:
+        print_json(
+            {
+                "val_loss": found.loss,
+                "val_ppl": found.perplexity,
+                "val_tokens": found.tokens,
+                "sequence_length": length,
+                "corpus": arrays.source,
+                "corpus_sha256": arrays.sha256,
+                "model": str(path),
+            }
+        )
+        return
+    print(f"validation loss  {found.loss:.4f} nats per token over {found.tokens:,} tokens in sequences of {length}")
+    print(f"perplexity       {found.perplexity:.4f}")
+    print(f"corpus           {arrays.source}, sha256 {arrays.sha256}")

@@ -1,0 +1,80 @@
+"""What several commands share: their options, the recipe in their arguments, and the model in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from siamesenorm.training.recipe import Recipe
+
+DEFAULT_RECIPE = "lm-tiny"
+
+ModelOrRun = Annotated[Path, typer.Argument(help="A saved model's folder, or a finished run's.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object alone on stdout.")]
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """The recipe and the ``key.sub=value`` overrides in a command's arguments.
+
+    Raises:
+        ConfigError: for a second recipe.
+    """
+    from siamesenorm.residual import ConfigError
+
+    names = [text for text in arguments if "=" not in text]
+    if len(names) > 1:
+        raise ConfigError(f"'{names[1]}' is neither a second recipe nor an override; write key.sub=value")
+    return names[0] if names else DEFAULT_RECIPE, [text for text in arguments if "=" in text]
+
+
+def model_folder(path: Path) -> tuple[Path, Recipe | None]:
+    """The saved model in a folder, and the recipe where the folder is a run's.
+
+    Raises:
+        ConfigError: where there is neither, or the run has not finished.
+    """
+    from siamesenorm.residual import ConfigError
+    from siamesenorm.training.run_folder import RunFolder
+
+    run = RunFolder(path)
+    if not run.config.is_file():
+        return path, None
+    if not run.model.is_dir():
+        raise ConfigError(f"the run in {path} has not finished: it has no {run.model.name}/ yet")
+    return run.model, run.recipe()
+
+
+def load(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A saved model and its tokeniser.
+
+    Raises:
+        ConfigError: where either cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    from siamesenorm import hub
+    from siamesenorm.residual import ConfigError
+
+    logging.disable_progress_bar()
+    model = hub.load(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"no tokeniser can be loaded from {path}: {' '.join(str(error).split())}") from error
+    return model, tokenizer
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One JSON object on stdout."""
+    import json
+
+    from siamesenorm.training.run_folder import finite
+
+    print(json.dumps(finite(value), indent=2, allow_nan=False))

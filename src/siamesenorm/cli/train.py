@@ -1,0 +1,84 @@
+"""``siamesenorm train``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from siamesenorm.cli.options import Json, print_json, split_arguments
+
+if TYPE_CHECKING:
+    from siamesenorm.training.run import Result
+
+
+def train(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RECIPE] [KEY.SUB=VALUE]...",
+            help="A recipe by name or path (default: lm-tiny), and values to change in it, such as model.scheme=pre.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The run's folder. Default: runs/<recipe>-<scheme>-<digest of all values>."),
+    ] = None,
+    json: Json = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the training engine's own messages.")] = False,
+) -> None:
+    """Train a model by a recipe; the same command again resumes an unfinished run."""
+    recipe_name, overrides = split_arguments(arguments or [])
+    from siamesenorm.training.display import for_terminal
+    from siamesenorm.training.recipe_files import load
+    from siamesenorm.training.run import train as run
+
+    recipe = load(recipe_name, overrides)
+    result = run(recipe, out, for_terminal(recipe.train.log_every), verbose=verbose)
+    if result.message:
+        print(result.message, file=sys.stderr)
+    if json and result.summary:
+        print_json(result.summary)
+    elif result.summary:
+        _report(result)
+    code = {"interrupted": 130, "diverged": 1}.get(result.status, 0)
+    if code:
+        raise typer.Exit(code)
+
+
+def _report(result: Result) -> None:
+    summary, folder = result.summary, result.folder
+    if result.status == "already finished":
+        print(f"this run has already finished; --out names a folder for another one ({folder.path} holds it)\n")
+    elif result.status == "diverged":
+        print(f"diverged at step {summary['diverged_at_step']}")
+    print(f"validation loss  {_number(summary['val_loss'])} nats per token over {summary['val_tokens'] or 0:,} tokens")
+    print(f"perplexity       {_number(summary['val_ppl'])}")
+    print(f"corpus           {summary['corpus']}, sha256 {summary['corpus_sha256']}")
+    options = "".join(f" {key}={value}" for key, value in summary["scheme_options"].items())
+    print(f"model            {summary['host']} with {summary['scheme']}{options}, {summary['params']:,} parameters")
+    speed = summary["tokens_per_second"]
+    if speed:
+        print(f"training         {summary['tokens']:,} tokens in {summary['seconds']:.0f} s, {speed:,.0f} tokens/s")
+    if summary.get("sample"):
+        print(f"\nsample\n------\n{summary['sample']}\n------")
+    print(f"\nin {folder.path}/")
+    entries = {
+        folder.model: "the model, for from_pretrained",
+        folder.summary: "these figures",
+        folder.metrics: "every step's figures",
+        folder.loss_plot: "the loss over steps",
+        folder.config: "the recipe as it was run",
+        folder.checkpoints: "what a resumed run starts from",
+    }
+    for path, what in entries.items():
+        if path.exists():
+            print(f"  {path.name + ('/' if path.is_dir() else ''):15} {what}")
+    if folder.model.is_dir():
+        print(f'\nnext: siamesenorm generate {folder.path} --prompt "def "')
+
+
+def _number(value: Any) -> str:
+    return "none" if value is None else f"{value:.4f}"
