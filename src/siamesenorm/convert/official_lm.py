@@ -107,7 +107,8 @@ def _scheme(state_dict: Mapping[str, Tensor], args: Mapping[str, Any]) -> tuple[
     """The scheme and its options; parameter names tell the variant."""
     first = "transformer.blocks.0."
     special = _special(args.get("norm_pos_special_config"))
-    if first + "attn_y_norm.weight" in state_dict or first + "c1" in state_dict or "transformer.ln_y_f.weight" in state_dict:
+    # Without affine parts, c1 is all that is left to see of hybrid-pre.
+    if any(name.endswith(("attn_y_norm.weight", "ln_y_f.weight", ".c1")) for name in state_dict):
         _require(args, _HYBRID)
         if special not in ({}, _STARRED):
             raise ConfigError(f"norm_pos_special_config {special} is not supported: the starred form is {_STARRED}")
@@ -180,6 +181,7 @@ def _config(args: Mapping[str, Any]) -> dict[str, Any]:
             "kind": "layer" if norm_type == "default" else "rms",
             "bias": bool(bias if norm_bias is None else norm_bias),
             "affine": args.get("layer_norm_with_affine", True),
+            "affine_heads": args.get("attention_layer_norm_with_affine", True),
         },
     }
 

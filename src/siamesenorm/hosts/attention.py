@@ -24,6 +24,8 @@ class SeparateProjections(nn.Module):
     identity. Values are normalised too, before they enter the cache.
     """
 
+    config: Any
+    o_proj: nn.Module
     rotate: Callable[..., tuple[Tensor, Tensor]]
     attend_eagerly: Callable[..., tuple[Tensor, Tensor]]
 
@@ -56,7 +58,8 @@ class SeparateProjections(nn.Module):
             k, v = cache.update(k, v, self.layer_idx)
 
         # Hosts with a window per layer hold it in the module, hosts with one for all layers in the config.
-        window = self.sliding_window if hasattr(self, "sliding_window") else getattr(self.config, "sliding_window", None)
+        holder = self if hasattr(self, "sliding_window") else self.config
+        window = getattr(holder, "sliding_window", None)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.attend_eagerly)
         o, weights = attend(
             self,

@@ -24,7 +24,7 @@ from .families import all_hosts
 __all__ = ["ResidualModel", "residual_class", "swap_class"]
 
 
-class ResidualModel:
+class ResidualModel(PreTrainedModel):
     """Mixin over a transformers model whose blocks are rewired.
 
     Its config says by which scheme, under ``residual_scheme``, so making one from a config rewires it.
@@ -63,14 +63,14 @@ class ResidualModel:
 
 
 @functools.cache
-def residual_class(host_class: type) -> type:
+def residual_class(host_class: Any) -> type[Any]:
     """The rewired counterpart of a host's model, block or attention class."""
     attributes: dict[str, Any] = {"__module__": __name__, "__doc__": f"{host_class.__name__}, rewired."}
     bases: tuple[type, ...]
     if issubclass(host_class, PreTrainedModel):
         bases = (ResidualModel, host_class)
         attributes |= {
-            "config_class": residual_config(host_class.config_class),
+            "config_class": residual_config(host_class.config_class.model_type),
             "_can_record_outputs": {
                 **(host_class._can_record_outputs or {}),
                 "hidden_states": [
@@ -89,7 +89,8 @@ def residual_class(host_class: type) -> type:
 
 def swap_class(module: nn.Module) -> None:
     """Give ``module`` the rewired counterpart of its class, in place."""
-    module.__class__ = residual_class(type(module))
+    cls: Any = type(module)
+    module.__class__ = residual_class(cls)
     if isinstance(module, PreTrainedModel):
         _CAN_RECORD_REGISTRY[module] = type(module)._can_record_outputs
 

@@ -10,44 +10,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..residual import ConfigError, Scheme, make_scheme
-from .families import Host, all_hosts, get_host
+from .families import all_hosts, get_host
 
-__all__ = ["host_of", "residual_config", "scheme_of", "scheme_to_dict"]
+__all__ = ["residual_config", "scheme_of", "scheme_to_dict"]
 
-_PREFIX = "siamesenorm_"
 _FORMAT = 1
 
 
-class _RegistersModels:
-    def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
-        # No Auto class looks for a model before it has a config, so this is early enough; and not too early, for
-        # transformers imports its Auto classes while it is still importing the models.
-        from ..hub.autoload import register_models
-
-        register_models(host_of(self))
-
-
 @functools.cache
-def residual_config(host_class: type) -> type[Any]:
-    """The rewired counterpart of a host's config class; it is found again under its name in this module."""
+def residual_config(name: str) -> type[Any]:
+    """The config class of family ``name``'s rewired models; it is found again under its own name in this module."""
+    host = get_host(name)
+    host_class = host.config_class()
     return type(
         f"Residual{host_class.__name__}",
-        (_RegistersModels, host_class),
+        (host_class,),
         {
             "__module__": __name__,
             "__doc__": f"{host_class.__name__} with a residual scheme, and its norms' kind where it is not the host's.",
             "__annotations__": {"residual_scheme": dict | None, "residual_norm": dict | None},
-            "model_type": _PREFIX + host_class.model_type,
+            "model_type": host.residual_type,
             "residual_scheme": None,
             "residual_norm": None,
         },
     )
-
-
-def host_of(config: Any) -> Host:
-    """The family of a rewired model's config."""
-    return get_host(config.model_type.removeprefix(_PREFIX))
 
 
 def scheme_to_dict(scheme: Scheme) -> dict[str, Any]:
@@ -71,8 +57,7 @@ def scheme_of(config: Any) -> Scheme:
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("Residual"):
-        for host in all_hosts():
-            if name == f"Residual{host.prefix}Config":
-                return residual_config(host.config_class())
+    for host in all_hosts():
+        if name == f"Residual{host.prefix}Config":
+            return residual_config(host.name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

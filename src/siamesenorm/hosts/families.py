@@ -14,7 +14,9 @@ from typing import Any, Literal
 
 from ..residual import ConfigError, nearest
 
-__all__ = ["Host", "SublayerRoles", "all_hosts", "find_host", "get_host", "hosts", "register_host"]
+__all__ = ["Host", "SublayerRoles", "all_hosts", "find_host", "get_host", "host_of", "hosts", "register_host"]
+
+_PREFIX = "siamesenorm_"
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,11 @@ class Host:
     sublayers: tuple[SublayerRoles, ...]
     roles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     positions: str = "max_position_embeddings"
+
+    @property
+    def residual_type(self) -> str:
+        """The ``model_type`` of the family's rewired models."""
+        return _PREFIX + self.name
 
     def module(self) -> ModuleType:
         """The module with the family's model classes, imported on first use."""
@@ -147,6 +154,11 @@ def get_host(name: str) -> Host:
     return _HOSTS[name]
 
 
+def host_of(config: Any) -> Host:
+    """The family of a rewired model's config."""
+    return get_host(config.model_type.removeprefix(_PREFIX))
+
+
 def find_host(model: Any) -> Host:
     """The family that ``model`` belongs to.
 
@@ -154,7 +166,7 @@ def find_host(model: Any) -> Host:
         ConfigError: none; the message lists the families there are and how to register another.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    if model_type in _HOSTS:
+    if model_type in _HOSTS and hasattr(model, "base_model_prefix"):
         return _HOSTS[model_type]
     raise ConfigError(
         f"cannot rewire a {type(model).__name__}"

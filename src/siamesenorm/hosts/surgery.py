@@ -5,22 +5,25 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from ..residual import ConfigError, LayerNorm, Norm, NormSpec, RMSNorm, Scheme, make_scheme, nearest, stack_sites
+from ..hub.autoload import register_models
+from ..residual import ConfigError, Norm, NormSpec, RMSNorm, Scheme, make_scheme, nearest, stack_sites
 from .attention import NORM_NAMES
 from .block import FinalLayerNorm, FinalRMSNorm, Placed, ResidualBlock, Tap
 from .classes import ResidualModel, residual_class, swap_class
-from .configs import host_of, residual_config, scheme_of, scheme_to_dict
-from .families import Host, find_host, get_host
+from .configs import scheme_of, scheme_to_dict
+from .families import Host, find_host, get_host, host_of
 
 __all__ = ["blocks", "build", "install", "model_config", "rewire", "site_table"]
 
 log = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def rewire(model: Any, scheme: str | Scheme = "siamese", *, init: bool = False, **options: Any) -> Any:
@@ -44,12 +47,11 @@ def rewire(model: Any, scheme: str | Scheme = "siamese", *, init: bool = False, 
     if isinstance(model, ResidualModel):
         name = scheme_of(model.config).name
         raise ConfigError(f"this {type(model).__name__} is rewired already (scheme '{name}')")
-    if not isinstance(model, PreTrainedModel):
-        find_host(model)
     host = find_host(model)
     made = make_scheme(scheme, **options)
-    # A rewired model has a config of its own: the one it was made with may belong to other models too.
     _check_sites(host, made, model.config)
+    _check_parts(host, model)
+    # A rewired model has a config of its own: the one it was made with may belong to other models too.
     old = model.config
     config = _rewired_config(old, made)
     for module in model.modules():
@@ -62,7 +64,9 @@ def rewire(model: Any, scheme: str | Scheme = "siamese", *, init: bool = False, 
     return model
 
 
-def build(host: str, config: Mapping[str, Any], scheme: str | Scheme = "siamese", options: Mapping[str, Any] | None = None) -> Any:
+def build(
+    host: str, config: Mapping[str, Any], scheme: str | Scheme = "siamese", options: Mapping[str, Any] | None = None
+) -> Any:
     """A new causal language model of a family, under a scheme, with the scheme's own initialisation.
 
     Random numbers are drawn from torch's global generator exactly as the plain host draws them, so equal seeds give
@@ -87,7 +91,7 @@ def model_config(
 ) -> Any:
     """The config of such a model; arguments and errors as in :func:`build`."""
     family = get_host(host)
-    config_class = residual_config(family.config_class())
+    config_class = register_models(family)
     known = set(config_class().to_dict()) | set(config_class.attribute_map)
     for key in config:
         if key not in known:
@@ -115,7 +119,9 @@ def install(model: Any, *, init: bool = True) -> list[str]:
         swap_class(base)
     scheme = scheme_of(model.config)
     sites = iter(stack_sites(len(stack), [roles.kind for roles in host.sublayers]))
-    override = model.config.residual_norm or {}
+    override = dict(model.config.residual_norm or {})
+    # Head norms are like the host's, but may learn a weight where those do not.
+    new_heads = {"affine": True, "bias": override.get("bias", False)} if override.pop("affine_heads", False) else {}
     dropped = []
     for index, block in enumerate(stack):
         swap_class(block)
@@ -133,7 +139,7 @@ def install(model: Any, *, init: bool = True) -> list[str]:
                 setattr(block, roles.norm, norm)
             setattr(block, roles.residual, _like(scheme.sublayer(site, _spec(norm)), norm))
             if roles.kind == "attention":
-                _norm_heads(getattr(block, roles.branch), scheme.branch_norms(site), norm, override)
+                _norm_heads(getattr(block, roles.branch), scheme.branch_norms(site), norm, override, new_heads)
         block.sublayers = tuple(placed)
         if init:
             _apply_gains(host, scheme, block)
@@ -145,7 +151,7 @@ def install(model: Any, *, init: bool = True) -> list[str]:
     return dropped
 
 
-def blocks(model: Any) -> list[nn.Module]:
+def blocks(model: Any) -> list[ResidualBlock]:
     """The rewired blocks of ``model``, in order."""
     return [module for module in model.modules() if isinstance(module, ResidualBlock)]
 
@@ -176,12 +182,9 @@ def site_table(model: Any) -> list[dict[str, Any]]:
 
 def _rewired_config(config: Any, scheme: Scheme) -> Any:
     rewired = copy.deepcopy(config)
-    rewired.__class__ = residual_config(type(config))
+    rewired.__class__ = register_models(get_host(config.model_type))
     rewired.residual_scheme = scheme_to_dict(scheme)
     rewired.residual_norm = getattr(config, "residual_norm", None)
-    from ..hub.autoload import register_models
-
-    register_models(host_of(rewired))
     return rewired
 
 
@@ -193,11 +196,24 @@ def _check_sites(host: Host, scheme: Scheme, config: Any) -> None:
             scheme.sublayer(site, spec)
 
 
-def _our_norm(norm: nn.Module, override: Mapping[str, Any]) -> Norm:
+def _check_parts(host: Host, model: Any) -> None:
+    """See that a model has the parts that its family's table names, before anything is changed."""
+    base = getattr(model, model.base_model_prefix, model)
+    try:
+        for block in getattr(base, host.blocks):
+            for roles in host.sublayers:
+                getattr(block, roles.branch)
+                _spec(getattr(block, roles.norm))
+        _spec(getattr(base, host.final_norm))
+    except AttributeError as error:
+        raise ConfigError(
+            f"this {type(model).__name__} does not fit the table of host '{host.name}': {error}"
+        ) from None
+
+
+def _our_norm(norm: Any, override: Mapping[str, Any]) -> Norm:
     """The package's norm over the parameters of a host's norm, of the host's kind unless ``override`` says another."""
-    spec = _spec(norm)
-    if override:
-        spec = NormSpec(**{"kind": spec.kind, "eps": spec.eps, "bias": spec.bias, "affine": spec.affine, **override, "size": spec.size})
+    spec = replace(_spec(norm), **override)
     ours = _like(spec.build(), norm)
     for name in ("weight", "bias"):
         theirs = getattr(norm, name, None)
@@ -206,7 +222,7 @@ def _our_norm(norm: nn.Module, override: Mapping[str, Any]) -> Norm:
     return ours
 
 
-def _spec(norm: nn.Module) -> NormSpec:
+def _spec(norm: Any) -> NormSpec:
     if isinstance(norm, Norm):
         return NormSpec(norm.kind, norm.size, norm.eps, norm.bias is not None, norm.weight is not None)
     if isinstance(norm, nn.LayerNorm):
@@ -216,8 +232,8 @@ def _spec(norm: nn.Module) -> NormSpec:
     raise ConfigError(f"cannot tell what kind of norm a {type(norm).__name__} is")
 
 
-def _like(module: nn.Module, reference: nn.Module) -> nn.Module:
-    """``module`` on the device and in the dtype of ``reference``'s parameters, and as trainable as they are."""
+def _like(module: M, reference: nn.Module) -> M:
+    """``module`` on the device and in the dtype of ``reference``'s parameters."""
     parameter = next(reference.parameters(), None)
     return module if parameter is None else module.to(device=parameter.device, dtype=parameter.dtype)
 
@@ -229,19 +245,21 @@ def _is_trained(norm: Norm) -> bool:
     return bool((norm.weight != 1).any()) or (norm.bias is not None and bool((norm.bias != 0).any()))
 
 
-def _norm_heads(attention: nn.Module, heads: tuple[str, ...], norm: Norm, override: Mapping[str, Any]) -> None:
-    """Give an attention its per-head norms; those that the host has already stay."""
+def _norm_heads(
+    attention: Any, heads: tuple[str, ...], norm: Norm, override: Mapping[str, Any], new: Mapping[str, Any]
+) -> None:
+    """Give an attention its per-head norms, like ``norm`` but for ``new``; those that the host has already stay."""
     for name in NORM_NAMES.values():
         if isinstance(getattr(attention, name, None), nn.Module):
             setattr(attention, name, _our_norm(getattr(attention, name), override))
     missing = [NORM_NAMES[role] for role in heads if not hasattr(attention, NORM_NAMES[role])]
     for name in missing:
-        setattr(attention, name, _like(_spec(norm).resized(attention.head_dim).build(), norm))
+        setattr(attention, name, _like(replace(_spec(norm).resized(attention.head_dim), **new).build(), norm))
     if missing:
         swap_class(attention)
 
 
-def _apply_gains(host: Host, scheme: Scheme, block: nn.Module) -> None:
+def _apply_gains(host: Host, scheme: Scheme, block: Any) -> None:
     for role, names in host.roles.items():
         gain = scheme.init_gain(role)
         if gain != 1.0:

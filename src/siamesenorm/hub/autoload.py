@@ -1,8 +1,9 @@
 """Registration with transformers, at no cost to those who do not use it.
 
-Rewired models have a ``model_type`` and classes of their own. Their configs are registered when transformers' table of
-configs is imported (at once if it is already), their models when the first such config is made: both happen before an
-Auto class can ask for them. This module imports nothing that is not in the standard library until then.
+Rewired models have a ``model_type`` and classes of their own. When transformers' table of configs is imported (at once
+if it is already), each family puts a stand-in there that becomes its config class on first use; with the first config
+the models are registered too. Nothing can be made earlier, since transformers imports that table while it is still
+importing its own configs and models. This module imports only the standard library until then.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..hosts.families import Host
 
 __all__ = ["register_config_if_loaded", "register_models", "watch_transformers"]
 
 _CONFIGS = "transformers.models.auto.configuration_auto"
-_MODELS = "transformers.models.auto.modeling_auto"
 _HEADS = {
     "AutoModel": "Model",
     "AutoModelForCausalLM": "ForCausalLM",
@@ -68,54 +71,59 @@ def watch_transformers() -> None:
     """Register the configs of all families with transformers, now or when it is imported."""
     if _CONFIGS in sys.modules:
         _register_configs()
-    for name in (_CONFIGS, _MODELS):
-        if name not in sys.modules:
-            sys.meta_path.insert(0, _AfterImport(name, _register_configs))
+    else:
+        sys.meta_path.insert(0, _AfterImport(_CONFIGS, _register_configs))
 
 
-def register_config_if_loaded(host: Any) -> None:
+def register_config_if_loaded(host: Host) -> None:
     """Register one more family's config, where transformers' table is there already."""
     if _CONFIGS in sys.modules:
         _register_config(host)
 
 
-def register_models(host: Any) -> None:
-    """Register the rewired models of a family with the Auto classes that have such a head."""
+def register_models(host: Host) -> type[Any]:
+    """Register a family's rewired config, and its rewired models with the Auto classes that have such a head.
+
+    Returns:
+        The config class.
+    """
     import transformers
 
     from ..hosts.classes import residual_class
     from ..hosts.configs import residual_config
 
+    config_class = residual_config(host.name)
+    transformers.AutoConfig.register(host.residual_type, config_class, exist_ok=True)
     for auto_name, head in _HEADS.items():
         model = getattr(host.module(), host.prefix + head, None)
         if model is not None:
-            auto = getattr(transformers, auto_name)
-            auto.register(residual_config(host.config_class()), residual_class(model), exist_ok=True)
-
-
-_registering = False
+            getattr(transformers, auto_name).register(config_class, residual_class(model), exist_ok=True)
+    return config_class
 
 
 def _register_configs() -> None:
     from ..hosts.families import all_hosts
 
-    # To document itself, a family's config imports the table of models. So this may be reached a second time from
-    # within, or while that table is still being imported, which will end in another call.
-    global _registering
-    models = sys.modules.get(_MODELS)
-    if _registering or (models is not None and not hasattr(models, "AutoModel")):
-        return
-    _registering = True
-    try:
-        for host in all_hosts():
-            _register_config(host)
-    finally:
-        _registering = False
+    for host in all_hosts():
+        _register_config(host)
 
 
-def _register_config(host: Any) -> None:
-    from ..hosts.configs import residual_config
+def _register_config(host: Host) -> None:
+    class StandIn:
+        """A config class that is made when it is first asked for a config."""
 
-    config_class = residual_config(host.config_class())
-    table = sys.modules[_CONFIGS]
-    table.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+        model_type = host.residual_type
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return register_models(host)(*args, **kwargs)
+
+        @classmethod
+        def from_dict(cls, *args: Any, **kwargs: Any) -> Any:
+            return register_models(host).from_dict(*args, **kwargs)
+
+        @classmethod
+        def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+            return register_models(host).from_pretrained(*args, **kwargs)
+
+    StandIn.__name__ = f"Residual{host.prefix}Config"
+    sys.modules[_CONFIGS].AutoConfig.register(host.residual_type, StandIn, exist_ok=True)

@@ -85,7 +85,7 @@ class RMSNorm(Norm):
 
 
 class LayerNorm(Norm):
-    """``(x - mean(x)) / sqrt(var(x) + eps) · weight (+ bias)`` over the last dimension (Ba et al., arXiv 1607.06450)."""
+    """``(x - mean(x)) / sqrt(var(x) + eps) · weight (+ bias)`` over the last dimension (Ba, arXiv 1607.06450)."""
 
     kind = "layer"
 

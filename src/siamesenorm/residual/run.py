@@ -34,7 +34,10 @@ def open_streams(scheme: Scheme, h: Tensor) -> Streams:
 
 
 def through(
-    sublayer: Sublayer, streams: Streams, branch: Callable[[Tensor], Tensor], tap: Callable[[Tensor], object] | None = None
+    sublayer: Sublayer,
+    streams: Streams,
+    branch: Callable[[Tensor], Tensor],
+    tap: Callable[[Tensor], object] | None = None,
 ) -> Streams:
     """One sublayer: read, branch, write.
 

@@ -56,7 +56,7 @@ class Site:
     Attributes:
         sublayer: index i in the stack, from 0.
         block: index l of its block, from 0.
-        kind: ``"attention"``, ``"mlp"``, or ``"parallel"`` for a block whose attention and MLP share one read and write.
+        kind: ``"attention"``, ``"mlp"``, or ``"parallel"`` where attention and MLP share one read and write.
         blocks: depth L of the stack in blocks.
         sublayers: depth S of the stack in sublayers.
     """

@@ -163,7 +163,9 @@ class SiameseNorm(Scheme):
             ConfigError: hybrid-pre at a site whose attention and MLP run in parallel.
         """
         if self.x == "hybrid" and site.kind == "parallel":
-            raise ConfigError("siamese x='hybrid' needs attention and MLP one after the other; this host runs them in parallel")
+            raise ConfigError(
+                "siamese x='hybrid' needs attention and MLP one after the other; this host runs them in parallel"
+            )
         starred = self.first_block_pre and site.first_block
         if self._hybrid_attention(site) and not starred:
             return _ScaledX(site, norm, self.scale(site), self.x_init)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from .errors import ConfigError, nearest
 from .norms import NormKind, NormSpec
 from .run import close_streams, open_streams, through
-from .scheme import Block, Kind, Scheme, Site, Streams, make_scheme
+from .scheme import Block, Kind, Scheme, Site, Streams, Sublayer, make_scheme
 
 __all__ = ["Stack"]
 
@@ -30,13 +31,17 @@ class _StackBlock(Block):
 
     def forward(self, streams: Streams, arguments: Arguments) -> Streams:
         """Streams in, finished streams out."""
-        for place, branch, norm, residual in zip(self.places, self.branches, self.norms, self.residuals, strict=True):
+        for index, residual in enumerate(self.residuals):
+            residual = cast(Sublayer, residual)
             keywords = arguments.get(residual.site.kind, {})
-            if place == "after":
-                streams = through(residual, streams, lambda u, b=branch, n=norm, k=keywords: n(b(u, **k)))
-            else:
-                streams = through(residual, streams, lambda u, b=branch, n=norm, k=keywords: b(n(u), **k))
+            streams = through(residual, streams, partial(self._branch, index, keywords))
         return streams
+
+    def _branch(self, index: int, keywords: Mapping[str, Any], u: Tensor) -> Tensor:
+        """Branch ``index`` with the stack's own norm at its place."""
+        branch, norm = self.branches[index], self.norms[index]
+        o = norm(branch(u, **keywords)) if self.places[index] == "after" else branch(norm(u), **keywords)
+        return cast(Tensor, o)
 
 
 class Stack(nn.Module):
@@ -83,9 +88,7 @@ class Stack(nn.Module):
             if kind not in ("attention", "mlp", "parallel"):
                 raise ConfigError(f"unknown kind of branch '{kind}': {nearest(kind, ('attention', 'mlp', 'parallel'))}")
         if not branches or len(branches) % len(kinds):
-            raise ConfigError(
-                f"{len(branches)} branches do not fill whole blocks of {len(kinds)} ({', '.join(kinds)})"
-            )
+            raise ConfigError(f"{len(branches)} branches do not fill whole blocks of {len(kinds)} ({', '.join(kinds)})")
         self.kinds = tuple(kinds)
         spec = NormSpec(norm, d_model, eps, bias)
         sites = stack_sites(len(branches) // len(kinds), self.kinds)
