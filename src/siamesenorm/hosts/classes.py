@@ -53,10 +53,12 @@ class ResidualModel(PreTrainedModel):
             ConfigError: such weights, all of them listed.
         """
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        base = model.base_model_prefix + "."
+        prefix = "" if model.base_model is model else model.base_model_prefix + "."
+        base = tuple(f"{prefix}{name}." for name, _ in model.base_model.named_children())
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             names = sorted(str(key[0] if isinstance(key, tuple) else key) for key in info.get(kind) or ())
-            ours = [name for name in names if name.startswith(base) or model.base_model is model]
+            # What belongs to a head may come and go: a language model's body becomes a classifier's.
+            ours = [name for name in names if name.startswith(base)]
             if ours:
                 raise ConfigError(f"{kind.replace('_', ' ')} in the checkpoint of {cls.__name__}: {', '.join(ours)}")
         return (model, info) if output_loading_info else model

@@ -165,8 +165,11 @@ def find_host(model: Any) -> Host:
     Raises:
         ConfigError: none; the message lists the families there are and how to register another.
     """
+    from transformers import PreTrainedModel
+
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    if model_type in _HOSTS and hasattr(model, "base_model_prefix"):
+    # Wrappers (compiled, adapted) pass on every attribute of the model in them, so attributes alone do not tell.
+    if model_type in _HOSTS and isinstance(model, PreTrainedModel):
         return _HOSTS[model_type]
     raise ConfigError(
         f"cannot rewire a {type(model).__name__}"

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from ..hub.autoload import register_models
@@ -83,7 +84,10 @@ def build(
     """
     made = model_config(host, config, scheme, options)
     cls = residual_class(getattr(get_host(host).module(), f"{get_host(host).prefix}ForCausalLM"))
-    return cls(made)
+    try:
+        return cls(made)
+    except (ValueError, ArithmeticError, RuntimeError) as error:
+        raise ConfigError(f"cannot build this {host} model: {' '.join(str(error).split())}") from error
 
 
 def model_config(
@@ -99,7 +103,8 @@ def model_config(
     made = make_scheme(scheme, **dict(options or {}))
     try:
         result = config_class(**{**config, "residual_scheme": scheme_to_dict(made)})
-    except (TypeError, ValueError) as error:
+        result.validate()
+    except (TypeError, ValueError, StrictDataclassError) as error:
         raise ConfigError(f"this is no valid {family.prefix} config: {' '.join(str(error).split())}") from error
     _check_sites(family, made, result)
     return result

@@ -14,8 +14,8 @@ class ConfigError(ValueError):
 
 def nearest(name: str, valid: Iterable[str]) -> str:
     """A phrase that helps someone who wrote ``name``: the closest valid name, or all of them where none is close."""
-    choices = sorted(valid)
-    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    choices = {choice.lower(): choice for choice in sorted(valid, reverse=True)}
+    close = difflib.get_close_matches(name.lower(), choices, n=1, cutoff=0.5)
     if close:
-        return f"did you mean '{close[0]}'?"
-    return f"valid: {', '.join(choices) or 'none'}"
+        return f"did you mean '{choices[close[0]]}'?"
+    return f"valid: {', '.join(sorted(choices.values())) or 'none'}"

@@ -72,7 +72,7 @@ class _ScaledX(Sublayer):
 
     def read(self, streams: Streams) -> tuple[Tensor, Carry]:
         x, y = streams
-        u = (self.c1 * widen(x) + self.norm_y.wide(y)).to(y.dtype)
+        u = (widen(self.c1) * widen(x) + self.norm_y.wide(y)).to(y.dtype)
         return u, (x, y)
 
     def write(self, carry: Carry, o: Tensor) -> Streams:
