@@ -29,7 +29,7 @@ def evaluate(
 
     path, recipe = model_folder(model_or_run)
     model, _ = load(path)
-    check_vocabulary(model)
+    check_vocabulary(model.config.vocab_size)
     arrays = token_arrays.prepare(source or (recipe.data.source if recipe else "python-stdlib"))
     length = sequence_length or (recipe.data.sequence_length if recipe else min(256, positions_of(model) or 256))
     check_length(model, length, "--sequence-length")

@@ -30,7 +30,7 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
     The vocabulary and the ids of the document end and of padding are the tokeniser's unless the recipe gives them.
 
     Raises:
-        ConfigError: for an unknown host, scheme, option or configuration key.
+        ConfigError: for an unknown host, scheme, option or configuration key, or a vocabulary that is not the data's.
     """
     config: dict[str, Any] = {
         "vocab_size": byte_tokenizer.VOCAB_SIZE,
@@ -39,6 +39,8 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
         "pad_token_id": byte_tokenizer.PAD_ID,
         **recipe.model.config,
     }
+    if isinstance(config["vocab_size"], int):
+        check_vocabulary(config["vocab_size"])
     torch.manual_seed(recipe.seed)
     return hosts.build(recipe.model.host, config, recipe.model.scheme, dict(recipe.model.options))
 
@@ -52,22 +54,23 @@ def check(recipe: Recipe) -> PreTrainedModel:
     check_source(recipe.data.source)
     with torch.device("meta"):
         model = build_model(recipe)
-    check_vocabulary(model)
+    if not hosts.blocks(model):
+        raise ConfigError("the model has no blocks; give it at least one")
     check_length(model, recipe.data.sequence_length, "data.sequence_length")
     return model
 
 
-def check_vocabulary(model: PreTrainedModel) -> None:
+def check_vocabulary(size: int) -> None:
     """Refuse a model whose vocabulary is not the byte tokeniser's, or that rounded up.
 
     Raises:
         ConfigError: with both sizes.
     """
-    own, needed = int(model.config.vocab_size), byte_tokenizer.VOCAB_SIZE
+    needed = byte_tokenizer.VOCAB_SIZE
     most = math.ceil(needed / _LARGEST_ROUNDING) * _LARGEST_ROUNDING
-    if not needed <= own <= most:
+    if not needed <= size <= most:
         raise ConfigError(
-            f"the model's vocabulary of {own:,} does not match the byte tokeniser's {needed} tokens (vocab_size may be "
+            f"the model's vocabulary of {size:,} does not match the byte tokeniser's {needed} tokens (vocab_size may be "
             f"{needed} to {most})"
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -312,6 +313,9 @@ def fit(
     )
     listener.resumed(_load_newest(trainer, folder, listener))
     trainer.fit()
+    # The engine removes a checkpoint that has become one too many at the step after, which the last step has not.
+    for path in _checkpointer(trainer)._checkpoints_to_remove if get_rank() == 0 else ():
+        shutil.rmtree(path, ignore_errors=True)
     return Outcome(
         step=trainer.global_step,
         tokens=trainer.global_train_tokens_seen,
@@ -337,7 +341,11 @@ def assemble(
         raise ConfigError("this version trains in one process; start it without torchrun")
     train = recipe.train
     if train.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Newer versions of transformers call it by the second name and warn at the first.
+        if hasattr(model, "activation_checkpointing_enable"):
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        else:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     module = CausalLMModule(
         model,
         _optimizer(model, scheme, recipe),
@@ -437,10 +445,15 @@ def _load_newest(trainer: Trainer, folder: Path, listener: Listener) -> int:
 
 def _adopt(trainer: Trainer, found: list[tuple[int, Path]]) -> None:
     """Count the whole ones among checkpoints of earlier sessions, newest first, towards the number that is kept."""
-    checkpointer = trainer.callbacks["checkpointer"]
-    assert isinstance(checkpointer, CheckpointerCallback)
+    checkpointer = _checkpointer(trainer)
     checkpointer._latest_checkpoint_step = found[0][0]
     checkpointer._checkpoints = [str(path) for _, path in reversed(found) if checkpoints.fault(path) is None]
+
+
+def _checkpointer(trainer: Trainer) -> CheckpointerCallback:
+    callback = trainer.callbacks["checkpointer"]
+    assert isinstance(callback, CheckpointerCallback)
+    return callback
 
 
 def _step_seed(seed: int, step: int, rank: int) -> int:

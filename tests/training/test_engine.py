@@ -1,0 +1,226 @@
+"""The train module on its own: loss, gradients, weight decay, and what stops a step."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from olmo_core.optim import CosWithWarmup
+
+from siamesenorm.residual import make_scheme
+from siamesenorm.training.build import build_model, check, parameter_counts, scheme_of
+from siamesenorm.training.cost import flops_per_token
+from siamesenorm.training.decay import undecayed
+from siamesenorm.training.engine import CausalLMModule, NonFiniteError, _optimizer
+from siamesenorm.training.evaluate import evaluate, held_out_sequences
+
+CPU = torch.device("cpu")
+
+
+def module_for(model, micro_batch_size, lr=0.1, max_grad_norm=None):
+    module = CausalLMModule(
+        model,
+        torch.optim.SGD(model.parameters(), lr=lr),
+        CosWithWarmup(warmup=0),
+        micro_batch_size=micro_batch_size,
+        sequence_length=16,
+        max_grad_norm=max_grad_norm,
+        autocast=None,
+        seed=0,
+        device=CPU,
+    )
+    module._trainer = SimpleNamespace(global_step=5, max_steps=10, record_metric=lambda *_, **__: None)
+    module.record_ce_loss = lambda *_: None
+    return module
+
+
+@pytest.fixture
+def model(tiny):
+    return build_model(tiny("model.config.attention_dropout=0.0")).double()
+
+
+def uneven_batch():
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 256, (8, 16), generator=generator)
+    counted = torch.zeros(8, 16, dtype=torch.bool)
+    for row, length in enumerate([16, 1, 0, 7, 2, 16, 3, 9]):
+        counted[row, :length] = True
+    return {"input_ids": ids, "label_mask": counted}
+
+
+def gradients(model):
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def test_micro_batches_change_neither_loss_nor_gradients(model):
+    found = []
+    for size in (8, 1, 2):
+        module = module_for(model, size)
+        module.zero_grads()
+        module.train_batch(uneven_batch())
+        found.append((module._batch_loss.item(), gradients(model)))
+    for loss, grads in found[1:]:
+        assert loss == pytest.approx(found[0][0], rel=1e-6)
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, found[0][1][name], rtol=1e-9, atol=1e-12)
+
+
+def test_the_loss_is_the_mean_over_counted_next_tokens(model):
+    batch = uneven_batch()
+    module = module_for(model, 2)
+    module.train_batch({**batch})
+    with torch.no_grad():
+        log_probabilities = model(input_ids=batch["input_ids"], use_cache=False).logits.log_softmax(-1)
+    terms = [
+        -log_probabilities[row, at, batch["input_ids"][row, at + 1]]
+        for row in range(8)
+        for at in range(15)
+        if batch["label_mask"][row, at + 1]
+    ]
+    assert module._batch_loss.item() == pytest.approx(torch.stack(terms).mean().item(), rel=1e-6)
+
+
+def test_a_batch_without_a_counted_token_gives_zero_and_not_nan(model):
+    module = module_for(model, 4)
+    batch = uneven_batch()
+    batch["label_mask"][:] = False
+    module.train_batch(batch)
+    assert module._batch_loss.item() == 0
+    assert all(grad.abs().max() == 0 for grad in gradients(model).values())
+    module.optim_step()
+    assert module.loss == 0
+
+
+def test_a_micro_batch_without_a_counted_token_changes_nothing(model):
+    full = uneven_batch()
+    full["label_mask"][4:] = False
+    module = module_for(model, 4)
+    module.train_batch(full)
+    loss, grads = module._batch_loss.item(), gradients(model)
+    module.zero_grads()
+    module.train_batch({key: value[:4] for key, value in uneven_batch().items()})
+    assert module._batch_loss.item() == pytest.approx(loss, rel=1e-6)
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(grad, grads[name], rtol=1e-9, atol=1e-12)
+
+
+def test_labels_that_are_given_are_not_shifted_again(model):
+    ids = uneven_batch()["input_ids"]
+    shifted = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    module = module_for(model, 8)
+    module.train_batch({"input_ids": ids})
+    own = module._batch_loss.item()
+    module.train_batch({"input_ids": ids, "labels": shifted})
+    assert module._batch_loss.item() == own
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stops_before_the_step(model, where, value):
+    module = module_for(model, 8, max_grad_norm=1.0)
+    module.train_batch(uneven_batch())
+    if where == "loss":
+        module._batch_loss.fill_(value)
+    else:
+        next(model.parameters()).grad[0, 0] = value
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(NonFiniteError, match="step 5") as caught:
+        module.optim_step()
+    assert caught.value.step == 5
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_gradients_are_clipped_to_the_norm_that_is_reported_before(model):
+    module = module_for(model, 8, lr=0.0, max_grad_norm=0.5)
+    module.train_batch(uneven_batch())
+    module.optim_step()
+    after = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    assert module.grad_norm > 0.5
+    assert after.item() == pytest.approx(0.5, rel=1e-4)
+
+
+def test_dropout_is_decided_by_seed_and_step_alone(tiny):
+    model = build_model(tiny("model.config.attention_dropout=0.5"))
+    module, losses = module_for(model, 8), []
+    for step in (5, 6, 5):
+        module._trainer.global_step = step
+        torch.rand(step)
+        module.train_batch(uneven_batch())
+        losses.append(module._batch_loss.item())
+    assert losses[0] == losses[2] != losses[1]
+
+
+@pytest.mark.parametrize("options", [["model.options.x=post"], ["model.options.x=hybrid"], ["model.scheme=pre"]])
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_weight_decay_reaches_matrices_only(tiny, options, tied):
+    recipe = tiny(*options, f"model.config.tie_word_embeddings={tied}")
+    model = build_model(recipe)
+    optim = _optimizer(model, scheme_of(recipe), recipe)
+    decayed = {id(p) for group in optim.param_groups if group["weight_decay"] for p in group["params"]}
+    held = [id(p) for group in optim.param_groups for p in group["params"]]
+    assert sorted(held) == sorted(id(p) for p in model.parameters())
+    assert [name for name, p in model.named_parameters() if id(p) in decayed and p.ndim < 2] == []
+    left = {name for name, p in model.named_parameters() if p.ndim >= 2 and id(p) not in decayed}
+    assert left == {"model.embed_tokens.weight"}
+    assert any(p.ndim < 2 for p in model.parameters())
+
+
+def test_weight_decay_options(tiny):
+    recipe = tiny("optim.decay_all=true")
+    model = build_model(recipe)
+    assert undecayed(model, scheme_of(recipe), recipe.optim) == []
+    assert len(_optimizer(model, scheme_of(recipe), recipe).param_groups) == 1
+    recipe = tiny("optim.decay_embeddings=true")
+    assert "model.embed_tokens.weight" not in undecayed(model, scheme_of(recipe), recipe.optim)
+
+
+def test_what_a_scheme_exempts_is_not_decayed(tiny):
+    recipe = tiny()
+    exempting = SimpleNamespace(decay=lambda name: "q_proj" not in name)
+    names = undecayed(build_model(recipe), exempting, recipe.optim)
+    assert [name for name in names if "proj" in name] == [
+        f"model.layers.{block}.self_attn.q_proj.weight" for block in range(2)
+    ]
+
+
+def test_the_scheme_changes_no_shared_weight(tiny):
+    siamese, pre = build_model(tiny()).state_dict(), build_model(tiny("model.scheme=pre")).state_dict()
+    shared = siamese.keys() & pre.keys()
+    assert len(shared) > 15
+    assert all(torch.equal(siamese[name], pre[name]) for name in shared)
+    assert not torch.equal(siamese["lm_head.weight"], build_model(tiny("seed=1")).state_dict()["lm_head.weight"])
+
+
+def test_held_out_loss_does_not_depend_on_the_batch_size(model):
+    tokens = torch.randint(0, 256, (163,), generator=torch.Generator().manual_seed(3)).numpy()
+    sequences = held_out_sequences(tokens, 16, 7)
+    assert sequences.shape == (7, 16)
+    model.train()
+    found = [evaluate(model, sequences, batch_size=size, device=CPU) for size in (1, 3, 7)]
+    assert model.training
+    assert found[0].tokens == 7 * 15
+    assert found[1].loss == pytest.approx(found[0].loss, rel=1e-12)
+    assert found[2].loss == pytest.approx(found[0].loss, rel=1e-12)
+    ids = torch.as_tensor(sequences)
+    with torch.no_grad():
+        transformers_own = model.eval()(input_ids=ids, labels=ids).loss
+    assert found[0].loss == pytest.approx(transformers_own.item(), rel=1e-6)
+
+
+def test_parameters_and_flops_are_counted(tiny):
+    config = ["model.config.num_key_value_heads=2", "model.scheme=pre"]
+    model = check(tiny(*config))
+    total, non_embedding = parameter_counts(model)
+    matrices = 2 * (4 * 16 * 16 + 3 * 16 * 24)
+    assert (total, non_embedding) == (matrices + 2 * 258 * 16 + 5 * 16, matrices + 5 * 16)
+    # Two per multiply-add of every matrix, and queries against keys, weights against values in both blocks.
+    assert flops_per_token(model, 16).products == 2 * (matrices + 258 * 16) + 2 * 4 * 16 * 16
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    siamese = flops_per_token(check(tiny(config[0], "model.options.x=post")), 16)
+    assert siamese.products == flops_per_token(model, 16).products
+    assert siamese.elementwise > flops_per_token(model, 16).elementwise
+    tied = check(tiny(*config, "model.config.tie_word_embeddings=true"))
+    assert parameter_counts(tied) == (total - 258 * 16, non_embedding)
+
+
+def test_make_scheme_and_recipe_agree(tiny):
+    assert scheme_of(tiny()).options() == make_scheme("siamese", x="hybrid").options()
