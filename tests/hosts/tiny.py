@@ -56,6 +56,7 @@ def scatter(model, seed: int = 0):
 def host(family: str = "llama", seed: int = 0, **changes):
     """A plain model of transformers."""
     made = config(family, **changes)
+    torch.manual_seed(seed)
     return scatter(getattr(transformers, PREFIX[family] + "ForCausalLM")(made), seed).eval()
 
 
