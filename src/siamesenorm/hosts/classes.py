@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -73,6 +74,7 @@ def residual_class(host_class: Any) -> type[Any]:
         bases = (ResidualModel, host_class)
         attributes |= {
             "config_class": residual_config(host_class.config_class.model_type),
+            "_no_split_modules": _with_ours(host_class._no_split_modules),
             "_can_record_outputs": {
                 **(host_class._can_record_outputs or {}),
                 "hidden_states": [
@@ -95,6 +97,12 @@ def swap_class(module: nn.Module) -> None:
     module.__class__ = residual_class(cls)
     if isinstance(module, PreTrainedModel):
         _CAN_RECORD_REGISTRY[module] = type(module)._can_record_outputs
+        module._no_split_modules = _with_ours(module._no_split_modules)
+
+
+def _with_ours(names: Iterable[str] | None) -> set[str]:
+    """Class names of modules that must stay on one device, with those of their rewired counterparts."""
+    return {prefix + name.removeprefix("Residual") for name in names or () for prefix in ("", "Residual")}
 
 
 def __getattr__(name: str) -> Any:
