@@ -8,15 +8,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .families import Host, SublayerRoles, get_host, hosts, register_host
+from .families import AttentionRoles, Branch, Host, get_host, hosts, register_host
 
 if TYPE_CHECKING:
     from .configs import scheme_of
     from .surgery import blocks, build, model_config, rewire, site_table
 
 __all__ = [
+    "AttentionRoles",
+    "Branch",
     "Host",
-    "SublayerRoles",
     "blocks",
     "build",
     "get_host",

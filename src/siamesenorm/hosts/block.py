@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..residual import Block, LayerNorm, Readout, RMSNorm, Scheme, close_streams, open_streams, through
+from ..residual import Block, ConfigError, LayerNorm, Readout, RMSNorm, Scheme, close_streams, open_streams, through
 from ..residual.scheme import NormPlace, Streams
-from .families import SublayerRoles
+from .families import Branch
 
 __all__ = ["FinalLayerNorm", "FinalRMSNorm", "ReadoutNorm", "ResidualBlock", "Tap"]
+
+_CACHES = ("cache", "past_key_values", "layer_past")
 
 
 class Tap(nn.Module):
@@ -27,9 +29,10 @@ class Tap(nn.Module):
 
 @dataclass(frozen=True)
 class Placed:
-    """A sublayer of a block and where its host norm goes."""
+    """A sublayer of a block: the name of its read and write, its branches, and where their host norms go."""
 
-    roles: SublayerRoles
+    residual: str
+    branches: tuple[Branch, ...]
     place: NormPlace
 
 
@@ -42,6 +45,7 @@ class ResidualBlock(Block):
     scheme: Scheme
     sublayers: tuple[Placed, ...]
     tap: Tap
+    positional: ClassVar[tuple[str, ...]]
     gradient_checkpointing: bool
     _gradient_checkpointing_func: Callable[..., Streams]
 
@@ -52,36 +56,55 @@ class ResidualBlock(Block):
 
     __call__ = nn.Module.__call__
 
-    def forward(self, hidden_states: Tensor | Streams, **kwargs: Any) -> Streams:
-        """Run the block; ``kwargs`` are the host's, for its attention."""
+    def forward(self, hidden_states: Tensor | Streams, *args: Any, **kwargs: Any) -> Streams:
+        """Run the block; ``args`` and ``kwargs`` are the host's, for its attention."""
+        kwargs.update(zip(self.positional, args, strict=False))
         if isinstance(hidden_states, Tensor):
             self.tap(hidden_states)
             streams, tap = open_streams(self.scheme, hidden_states), None
         else:
             streams, tap = hidden_states, self.tap
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            self._refuse_lost_loss(kwargs)
             # Recomputing would write to a cache a second time, so none is filled, as in transformers' own layers.
-            kwargs.update(use_cache=False, **{name: None for name in ("cache", "past_key_values") if name in kwargs})
+            kwargs.update(use_cache=False, **{name: None for name in _CACHES if name in kwargs})
             return self._gradient_checkpointing_func(partial(self._run, tap=tap, kwargs=kwargs), *streams)
         return self._run(*streams, tap=tap, kwargs=kwargs)
 
     def _run(self, *streams: Tensor, tap: Tap | None, kwargs: dict[str, Any]) -> Streams:
         for placed in self.sublayers:
-            residual = getattr(self, placed.roles.residual)
-            streams = through(residual, streams, partial(self._branch, placed, kwargs), tap)
+            branch = partial(self._branches, placed, kwargs)
+            streams = through(getattr(self, placed.residual), streams, branch, tap)
             tap = None
         return streams
 
-    def _branch(self, placed: Placed, kwargs: dict[str, Any], u: Tensor) -> Tensor:
-        """The branch of one sublayer with the host's own norm at its place: (batch, seq, hidden) to the same shape."""
-        roles, place = placed.roles, placed.place
-        branch = getattr(self, roles.branch)
+    def _branches(self, placed: Placed, kwargs: dict[str, Any], u: Tensor) -> Tensor:
+        """The sum of a sublayer's branches at the input ``u``: (batch, seq, hidden) to the same shape."""
+        first, *others = (self._branch(branch, placed.place, kwargs, u) for branch in placed.branches)
+        for other in others:
+            first = first + other
+        return first
+
+    def _branch(self, branch: Branch, place: NormPlace, kwargs: dict[str, Any], u: Tensor) -> Tensor:
+        """One branch, with the host's own norm at its place and the host's dropout behind it."""
+        module = getattr(self, branch.module)
         if place == "before":
-            u = getattr(self, roles.norm)(u)
-        o = branch(hidden_states=u, **kwargs) if roles.kind == "attention" else branch(u)
+            u = getattr(self, branch.norm)(u)
+        o = module(hidden_states=u, **kwargs) if branch.kind == "attention" else module(u)
         if isinstance(o, tuple):
             o = o[0]
-        return getattr(self, roles.norm)(o) if place == "after" else o
+        if place == "after":
+            o = getattr(self, branch.norm)(o)
+        return getattr(self, branch.dropout)(o) if branch.dropout else o
+
+    def _refuse_lost_loss(self, kwargs: dict[str, Any]) -> None:
+        """Reentrant checkpoints run a block without gradients at first, which loses what a router says there."""
+        keywords = getattr(self._gradient_checkpointing_func, "keywords", {})
+        if keywords.get("use_reentrant") and kwargs.get("output_router_logits"):
+            raise ConfigError(
+                "reentrant activation checkpointing loses the gradient of the routers' auxiliary loss: enable it with "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
 
 
 class ReadoutNorm(nn.Module):

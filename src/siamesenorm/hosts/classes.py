@@ -7,6 +7,7 @@ every class of every family: each is made on first use, and found again by name,
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -17,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, OutputRecorder
 
 from ..residual import ConfigError, Norm, Readout, Sublayer
-from .attention import SeparateProjections
+from .attention import HeadNormedAttention
 from .block import ReadoutNorm, ResidualBlock, Tap
 from .configs import residual_config
 from .families import all_hosts
@@ -85,9 +86,11 @@ def residual_class(host_class: Any) -> type[Any]:
         }
     elif issubclass(host_class, GradientCheckpointingLayer):
         bases = (ResidualBlock, host_class)
+        # Some base models pass a block's arguments by position.
+        attributes["positional"] = tuple(inspect.signature(host_class.forward).parameters)[2:]
     else:
-        bases = (SeparateProjections, host_class)
-        attributes |= SeparateProjections.functions_of(sys.modules[host_class.__module__])
+        bases = (HeadNormedAttention, host_class)
+        attributes |= HeadNormedAttention.functions_of(sys.modules[host_class.__module__])
     return type(f"Residual{host_class.__name__}", bases, attributes)
 
 

@@ -14,30 +14,63 @@ from typing import Any, Literal
 
 from ..residual import ConfigError, nearest
 
-__all__ = ["Host", "SublayerRoles", "all_hosts", "find_host", "get_host", "host_of", "hosts", "register_host"]
+__all__ = [
+    "AttentionRoles",
+    "Branch",
+    "Host",
+    "all_hosts",
+    "find_host",
+    "get_host",
+    "host_of",
+    "hosts",
+    "register_host",
+]
 
 _PREFIX = "siamesenorm_"
 
 
 @dataclass(frozen=True)
-class SublayerRoles:
-    """The parts of one sublayer, as attribute names within its block.
+class Branch:
+    """A branch of a block, as attribute names within the block.
 
     Attributes:
-        kind: what the branch is.
-        branch: the branch module. Attention is called with the block's own keyword arguments and may return a tuple
-            whose first item is its output.
-        norm: the norm that the host applies to the branch's input.
+        kind: what it is. Attention is called with the block's own keyword arguments and may return a tuple whose first
+            item is its output.
+        module: the branch itself.
+        norm: the norm that the host applies to its input.
+        dropout: the dropout that the host applies to its output, where it has one.
     """
 
     kind: Literal["attention", "mlp"]
-    branch: str
+    module: str
     norm: str
+    dropout: str | None = None
 
-    @property
-    def residual(self) -> str:
-        """The name that a rewired block gives to this sublayer's read and write."""
-        return {"attention": "attn_residual", "mlp": "mlp_residual"}[self.kind]
+
+@dataclass(frozen=True)
+class AttentionRoles:
+    """The parts of an attention, as attribute names within it, for the per-head norms that some schemes ask for.
+
+    Attributes:
+        projections: the matrices of q, k and v, or the one that holds all three.
+        by_head: in the one matrix, whether each head's q, k and v follow each other (GPT-NeoX) or all of q comes before
+            all of k (GPT-2).
+        out: the output projection.
+        out_dropout: the dropout behind it, where the attention has one.
+        head_dim: width of a head, a number.
+        dropout: dropout on the attention weights, a number or a module.
+        norms: the host's own norms by ``"q"`` and ``"k"``, where it may have some.
+        whole: whether those norm a whole projection at once and not each head.
+    """
+
+    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    by_head: bool = False
+    out: str = "o_proj"
+    out_dropout: str | None = None
+    head_dim: str = "head_dim"
+    dropout: str = "attention_dropout"
+    norms: Mapping[str, str] = field(default_factory=lambda: {"q": "q_norm", "k": "k_norm"})
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,32 +79,50 @@ class Host:
 
     Attributes:
         name: the family's ``model_type``.
-        modeling: the module that defines its classes, called ``<prefix>Model``, ``<prefix>DecoderLayer`` and so on;
-            ``<prefix>Config`` is found there or in the module's ``configuration_`` sibling.
+        modeling: the module that defines its classes, such as ``<prefix>Model``; ``<prefix>Config`` is found in the
+            module's ``configuration_`` sibling.
         prefix: what the class names start with.
+        branches: the branches of a block in order, each a sublayer of its own.
+        parallel: the branches where they share one sublayer, all reading the same input. Two may name the same norm.
+        parallel_if: the config's key that says whether they do; ``None`` where ``parallel``, if given, always holds.
+        attention: the parts of the attention.
+        mlp_weights: for a scheme's own initialisation, the weights of the MLP or of its experts, as names within the
+            block. A block need not have all of them.
         blocks: attribute of the base model that lists the blocks.
         final_norm: attribute of the base model that holds the final norm.
-        block_class: name of the class of a block.
-        sublayers: the sublayers of a block, in order.
-        roles: for a scheme's own initialisation, the block's linear maps by role: ``"q"``, ``"k"``, ``"v"``, ``"o"``
-            (attention's output) and ``"mlp"``.
-        positions: the config's key for the longest sequence.
+        causal_lm: name of the class with a language modelling head.
+        norm_offset: added to a norm's weight before it multiplies.
+        norm_eps: the norms' eps, where the modules do not hold it.
     """
 
     name: str
     modeling: str
     prefix: str
-    blocks: str
-    final_norm: str
-    block_class: str
-    sublayers: tuple[SublayerRoles, ...]
-    roles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    positions: str = "max_position_embeddings"
+    branches: tuple[Branch, ...]
+    parallel: tuple[Branch, ...] = ()
+    parallel_if: str | None = None
+    attention: AttentionRoles = AttentionRoles()
+    mlp_weights: tuple[str, ...] = ()
+    blocks: str = "layers"
+    final_norm: str = "norm"
+    causal_lm: str = ""
+    norm_offset: float = 0.0
+    norm_eps: float | None = None
 
     @property
     def residual_type(self) -> str:
         """The ``model_type`` of the family's rewired models."""
         return _PREFIX + self.name
+
+    def sublayers(self, config: Any) -> tuple[tuple[Branch, ...], ...]:
+        """The sublayers of a block in a model with this config, each the branches that share its read and write."""
+        if self.parallel and (self.parallel_if is None or getattr(config, self.parallel_if)):
+            return (self.parallel,)
+        return tuple((branch,) for branch in self.branches)
+
+    def kinds(self, config: Any) -> tuple[str, ...]:
+        """The kinds of those sublayers."""
+        return tuple("parallel" if len(branches) > 1 else branches[0].kind for branches in self.sublayers(config))
 
     def module(self) -> ModuleType:
         """The module with the family's model classes, imported on first use."""
@@ -79,31 +130,35 @@ class Host:
 
     def config_class(self) -> type[Any]:
         """The family's own config class; importing it does not import the models."""
-        name = f"{self.prefix}Config"
         sibling = self.modeling.replace(".modeling_", ".configuration_")
-        return getattr(importlib.import_module(sibling), name)
+        return getattr(importlib.import_module(sibling), f"{self.prefix}Config")
+
+    def causal_lm_class(self) -> type[Any]:
+        """The family's own language model class."""
+        return getattr(self.module(), self.causal_lm or f"{self.prefix}ForCausalLM")
 
 
-def _llama_like(name: str, prefix: str) -> Host:
+_ATTENTION = Branch("attention", "self_attn", "input_layernorm")
+_MLP = Branch("mlp", "mlp", "post_attention_layernorm")
+_NEOX = (
+    Branch("attention", "attention", "input_layernorm", "post_attention_dropout"),
+    Branch("mlp", "mlp", "post_attention_layernorm", "post_mlp_dropout"),
+)
+_GATED = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+def _llama_like(name: str, prefix: str, **changes: Any) -> Host:
     """A decoder with Llama's names: separate projections, a gated MLP, a norm before each branch."""
     return Host(
-        name=name,
-        modeling=f"transformers.models.{name}.modeling_{name}",
-        prefix=prefix,
-        blocks="layers",
-        final_norm="norm",
-        block_class=f"{prefix}DecoderLayer",
-        sublayers=(
-            SublayerRoles("attention", branch="self_attn", norm="input_layernorm"),
-            SublayerRoles("mlp", branch="mlp", norm="post_attention_layernorm"),
-        ),
-        roles={
-            "q": ("self_attn.q_proj",),
-            "k": ("self_attn.k_proj",),
-            "v": ("self_attn.v_proj",),
-            "o": ("self_attn.o_proj",),
-            "mlp": ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-        },
+        **{
+            "name": name,
+            "modeling": f"transformers.models.{name}.modeling_{name}",
+            "prefix": prefix,
+            "branches": (_ATTENTION, _MLP),
+            "mlp_weights": _GATED,
+            **changes,
+        }
     )
 
 
@@ -114,6 +169,54 @@ _HOSTS: dict[str, Host] = {
         _llama_like("mistral", "Mistral"),
         _llama_like("qwen2", "Qwen2"),
         _llama_like("qwen3", "Qwen3"),
+        _llama_like("olmo", "Olmo", norm_eps=1e-5),
+        _llama_like("gemma", "Gemma", norm_offset=1.0),
+        _llama_like("mixtral", "Mixtral", mlp_weights=_EXPERTS),
+        _llama_like("qwen3_moe", "Qwen3Moe", mlp_weights=_EXPERTS + _GATED),
+        _llama_like("olmoe", "Olmoe", mlp_weights=_EXPERTS, attention=AttentionRoles(whole=True)),
+        _llama_like(
+            "stablelm",
+            "StableLm",
+            branches=(_ATTENTION, Branch("mlp", "mlp", "post_attention_layernorm", "dropout")),
+            parallel=(_ATTENTION, Branch("mlp", "mlp", "input_layernorm", "dropout")),
+            parallel_if="use_parallel_residual",
+            attention=AttentionRoles(norms={"q": "q_layernorm", "k": "k_layernorm"}),
+        ),
+        Host(
+            name="phi",
+            modeling="transformers.models.phi.modeling_phi",
+            prefix="Phi",
+            branches=(),
+            parallel=(
+                Branch("attention", "self_attn", "input_layernorm", "resid_dropout"),
+                Branch("mlp", "mlp", "input_layernorm", "resid_dropout"),
+            ),
+            attention=AttentionRoles(out="dense", norms={"q": "q_layernorm", "k": "k_layernorm"}),
+            mlp_weights=("mlp.fc1", "mlp.fc2"),
+            final_norm="final_layernorm",
+        ),
+        Host(
+            name="gpt_neox",
+            modeling="transformers.models.gpt_neox.modeling_gpt_neox",
+            prefix="GPTNeoX",
+            branches=_NEOX,
+            parallel=_NEOX,
+            parallel_if="use_parallel_residual",
+            attention=AttentionRoles(("query_key_value",), by_head=True, out="dense", head_dim="head_size"),
+            mlp_weights=("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+            final_norm="final_layer_norm",
+        ),
+        Host(
+            name="gpt2",
+            modeling="transformers.models.gpt2.modeling_gpt2",
+            prefix="GPT2",
+            branches=(Branch("attention", "attn", "ln_1"), Branch("mlp", "mlp", "ln_2")),
+            attention=AttentionRoles(("c_attn",), out="c_proj", out_dropout="resid_dropout", dropout="attn_dropout"),
+            mlp_weights=("mlp.c_fc", "mlp.c_proj"),
+            blocks="h",
+            final_norm="ln_f",
+            causal_lm="GPT2LMHeadModel",
+        ),
     )
 }
 

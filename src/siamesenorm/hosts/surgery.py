@@ -5,26 +5,25 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from ..hub.autoload import register_models
-from ..residual import ConfigError, Norm, NormSpec, RMSNorm, Scheme, make_scheme, nearest, stack_sites
-from .attention import NORM_NAMES
+from ..residual import ConfigError, NormSpec, RMSNorm, Scheme, Site, make_scheme, nearest, stack_sites
 from .block import FinalLayerNorm, FinalRMSNorm, Placed, ResidualBlock, Tap
 from .classes import ResidualModel, residual_class, swap_class
 from .configs import scheme_of, scheme_to_dict
-from .families import Host, find_host, get_host, host_of
+from .families import Branch, Host, find_host, get_host, host_of
+from .norms import HostNorms
 
 __all__ = ["blocks", "build", "install", "model_config", "rewire", "site_table"]
 
 log = logging.getLogger(__name__)
 
-M = TypeVar("M", bound=nn.Module)
+_RESIDUALS = {"attention": "attn_residual", "mlp": "mlp_residual", "parallel": "residual"}
 
 
 def rewire(model: Any, scheme: str | Scheme = "siamese", *, init: bool = False, **options: Any) -> Any:
@@ -58,6 +57,8 @@ def rewire(model: Any, scheme: str | Scheme = "siamese", *, init: bool = False, 
     for module in model.modules():
         if getattr(module, "config", None) is old:
             module.config = config
+    # How a loaded checkpoint's weights were regrouped belongs to the host's format; this model has one of its own.
+    vars(model).pop("_weight_conversions", None)
     swap_class(model)
     dropped = install(model, init=init)
     if dropped:
@@ -83,7 +84,7 @@ def build(
         ConfigError: an unknown host, config key, scheme or option.
     """
     made = model_config(host, config, scheme, options)
-    cls = residual_class(getattr(get_host(host).module(), f"{get_host(host).prefix}ForCausalLM"))
+    cls = residual_class(get_host(host).causal_lm_class())
     try:
         return cls(made)
     except (ValueError, ArithmeticError, RuntimeError) as error:
@@ -104,6 +105,9 @@ def model_config(
     try:
         result = config_class(**{**config, "residual_scheme": scheme_to_dict(made)})
         result.validate()
+        heads = result.num_attention_heads
+        if heads % (getattr(result, "num_key_value_heads", None) or heads):
+            raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads")
     except (TypeError, ValueError, StrictDataclassError) as error:
         raise ConfigError(f"this is no valid {family.prefix} config: {' '.join(str(error).split())}") from error
     _check_sites(family, made, result)
@@ -123,37 +127,50 @@ def install(model: Any, *, init: bool = True) -> list[str]:
     if base is not model:
         swap_class(base)
     scheme = scheme_of(model.config)
-    sites = iter(stack_sites(len(stack), [roles.kind for roles in host.sublayers]))
-    override = dict(model.config.residual_norm or {})
-    # Head norms are like the host's, but may learn a weight where those do not.
-    new_heads = {"affine": True, "bias": override.get("bias", False)} if override.pop("affine_heads", False) else {}
+    norms = HostNorms(host, model.config.residual_norm)
+    sublayers = host.sublayers(model.config)
+    sites = stack_sites(len(stack), host.kinds(model.config))
     dropped = []
     for index, block in enumerate(stack):
-        swap_class(block)
-        block.scheme, block.tap = scheme, Tap()
-        placed = []
-        for roles, site in zip(host.sublayers, sites, strict=False):
-            norm = _our_norm(getattr(block, roles.norm), override)
-            place = scheme.input_norm(site)
-            placed.append(Placed(roles, place))
-            if place == "none":
-                if _is_trained(norm):
-                    dropped.append(f"{host.blocks}.{index}.{roles.norm}")
-                delattr(block, roles.norm)
-            else:
-                setattr(block, roles.norm, norm)
-            setattr(block, roles.residual, _like(scheme.sublayer(site, _spec(norm)), norm))
-            if roles.kind == "attention":
-                _norm_heads(getattr(block, roles.branch), scheme.branch_norms(site), norm, override, new_heads)
-        block.sublayers = tuple(placed)
+        here = sites[index * len(sublayers) : (index + 1) * len(sublayers)]
+        removed = _install_block(block, scheme, norms, tuple(zip(sublayers, here, strict=True)))
+        dropped += [f"{host.blocks}.{index}.{name}" for name in removed]
         if init:
             _apply_gains(host, scheme, block)
-    final = _our_norm(getattr(base, host.final_norm), override)
+    final = norms.ours(getattr(base, host.final_norm))
     final.__class__ = FinalRMSNorm if isinstance(final, RMSNorm) else FinalLayerNorm
-    final.readout = _like(scheme.readout(_spec(final)), final)
+    final.readout = norms.like(scheme.readout(norms.for_scheme(final)), final, base)
     setattr(base, host.final_norm, final)
-    base.train(base.training)
     return dropped
+
+
+def _install_block(
+    block: Any, scheme: Scheme, norms: HostNorms, sublayers: tuple[tuple[tuple[Branch, ...], Site], ...]
+) -> list[str]:
+    """Rewire one block; the names of trained norms that were removed."""
+    swap_class(block)
+    block.scheme, block.tap = scheme, Tap()
+    placed, removed = [], []
+    for branches, site in sublayers:
+        place = scheme.input_norm(site)
+        for name in dict.fromkeys(branch.norm for branch in branches):
+            norm = norms.ours(getattr(block, name))
+            if place != "none":
+                setattr(block, name, norm)
+                continue
+            removed += [name] if norms.is_trained(norm) else []
+            delattr(block, name)
+        residual = _RESIDUALS[site.kind]
+        setattr(block, residual, norms.like(scheme.sublayer(site, norms.for_scheme(norm)), norm, block))
+        placed.append(Placed(residual, branches, place))
+        for branch in branches:
+            if branch.kind == "attention":
+                attention = getattr(block, branch.module)
+                if norms.norm_heads(attention, scheme.branch_norms(site), norm):
+                    swap_class(attention)
+                    attention.roles = norms.host.attention
+    block.sublayers = tuple(placed)
+    return removed
 
 
 def blocks(model: Any) -> list[ResidualBlock]:
@@ -171,7 +188,7 @@ def site_table(model: Any) -> list[dict[str, Any]]:
     rows = []
     for block in blocks(model):
         for placed in block.sublayers:
-            residual = getattr(block, placed.roles.residual)
+            residual = getattr(block, placed.residual)
             site = residual.site
             norms = {"before": "Nin before", "after": "Nin after", "none": "no Nin"}[placed.place]
             if heads := scheme.branch_norms(site):
@@ -197,77 +214,60 @@ def _check_sites(host: Host, scheme: Scheme, config: Any) -> None:
     """Let a scheme refuse a host before anything is changed."""
     spec = NormSpec("rms", 1)
     with torch.device("meta"):
-        for site in stack_sites(config.num_hidden_layers, [roles.kind for roles in host.sublayers]):
+        for site in stack_sites(config.num_hidden_layers, host.kinds(config)):
             scheme.sublayer(site, spec)
 
 
 def _check_parts(host: Host, model: Any) -> None:
     """See that a model has the parts that its family's table names, before anything is changed."""
+    if getattr(model.config, "add_cross_attention", False):
+        raise ConfigError("cannot rewire a decoder with cross-attention: only self-attention and MLP have a sublayer")
     base = getattr(model, model.base_model_prefix, model)
+    norms = HostNorms(host)
     try:
         for block in getattr(base, host.blocks):
-            for roles in host.sublayers:
-                getattr(block, roles.branch)
-                _spec(getattr(block, roles.norm))
-        _spec(getattr(base, host.final_norm))
+            for branch in (branch for branches in host.sublayers(model.config) for branch in branches):
+                getattr(block, branch.module)
+                norms.spec(getattr(block, branch.norm))
+        norms.spec(getattr(base, host.final_norm))
     except AttributeError as error:
         raise ConfigError(
             f"this {type(model).__name__} does not fit the table of host '{host.name}': {error}"
         ) from None
 
 
-def _our_norm(norm: Any, override: Mapping[str, Any]) -> Norm:
-    """The package's norm over the parameters of a host's norm, of the host's kind unless ``override`` says another."""
-    spec = replace(_spec(norm), **override)
-    ours = _like(spec.build(), norm)
-    for name in ("weight", "bias"):
-        theirs = getattr(norm, name, None)
-        if theirs is not None and getattr(ours, name) is not None:
-            setattr(ours, name, theirs)
-    return ours
-
-
-def _spec(norm: Any) -> NormSpec:
-    if isinstance(norm, Norm):
-        return NormSpec(norm.kind, norm.size, norm.eps, norm.bias is not None, norm.weight is not None)
-    if isinstance(norm, nn.LayerNorm):
-        return NormSpec("layer", norm.normalized_shape[-1], norm.eps, norm.bias is not None, norm.weight is not None)
-    if "RMSNorm" in type(norm).__name__ and hasattr(norm, "variance_epsilon"):
-        return NormSpec("rms", norm.weight.shape[-1], norm.variance_epsilon)
-    raise ConfigError(f"cannot tell what kind of norm a {type(norm).__name__} is")
-
-
-def _like(module: M, reference: nn.Module) -> M:
-    """``module`` on the device and in the dtype of ``reference``'s parameters."""
-    parameter = next(reference.parameters(), None)
-    return module if parameter is None else module.to(device=parameter.device, dtype=parameter.dtype)
-
-
-def _is_trained(norm: Norm) -> bool:
-    """Whether removing ``norm`` loses something: a weight that is not all 1, a bias that is not all 0."""
-    if norm.weight is None or norm.weight.is_meta:
-        return False
-    return bool((norm.weight != 1).any()) or (norm.bias is not None and bool((norm.bias != 0).any()))
-
-
-def _norm_heads(
-    attention: Any, heads: tuple[str, ...], norm: Norm, override: Mapping[str, Any], new: Mapping[str, Any]
-) -> None:
-    """Give an attention its per-head norms, like ``norm`` but for ``new``; those that the host has already stay."""
-    for name in NORM_NAMES.values():
-        if isinstance(getattr(attention, name, None), nn.Module):
-            setattr(attention, name, _our_norm(getattr(attention, name), override))
-    missing = [NORM_NAMES[role] for role in heads if not hasattr(attention, NORM_NAMES[role])]
-    for name in missing:
-        setattr(attention, name, _like(replace(_spec(norm).resized(attention.head_dim), **new).build(), norm))
-    if missing:
-        swap_class(attention)
-
-
+@torch.no_grad()
 def _apply_gains(host: Host, scheme: Scheme, block: Any) -> None:
-    for role, names in host.roles.items():
+    """Multiply a new block's weights by the scheme's own gains."""
+    attention = next(branch for branch in host.parallel or host.branches if branch.kind == "attention")
+    for role in ("q", "k", "v", "o", "mlp"):
         gain = scheme.init_gain(role)
         if gain != 1.0:
-            with torch.no_grad():
-                for name in names:
-                    block.get_submodule(name).weight.mul_(gain)
+            for weight in _weights(host, block, getattr(block, attention.module), role):
+                weight.mul_(gain)
+
+
+def _weights(host: Host, block: Any, attention: Any, role: str) -> list[torch.Tensor]:
+    """The weights of a block that play a role, as views."""
+    roles = host.attention
+    if role == "mlp":
+        found = [_attribute(block, name) for name in host.mlp_weights]
+        return [getattr(part, "weight", part) for part in found if part is not None]
+    if role == "o":
+        return [getattr(attention, roles.out).weight]
+    if len(roles.projections) == 3:
+        return [getattr(attention, roles.projections["qkv".index(role)]).weight]
+    matrix = getattr(attention, roles.projections[0])
+    # GPT-2 keeps its matrices the other way round.
+    weight = matrix.weight.T if isinstance(matrix, Conv1D) else matrix.weight
+    if roles.by_head:
+        head_dim = getattr(attention, roles.head_dim)
+        return [weight.view(-1, 3, head_dim, weight.shape[-1])[:, "qkv".index(role)]]
+    return [weight.chunk(3)["qkv".index(role)]]
+
+
+def _attribute(module: Any, name: str) -> Any:
+    """The attribute at a dotted name, or None where there is none."""
+    for part in name.split("."):
+        module = getattr(module, part, None)
+    return module

@@ -95,7 +95,8 @@ def register_models(host: Host) -> type[Any]:
     config_class = residual_config(host.name)
     transformers.AutoConfig.register(host.residual_type, config_class, exist_ok=True)
     for auto_name, head in _HEADS.items():
-        model = getattr(host.module(), host.prefix + head, None)
+        name = host.causal_lm if head == "ForCausalLM" and host.causal_lm else host.prefix + head
+        model = getattr(host.module(), name, None)
         if model is not None:
             getattr(transformers, auto_name).register(config_class, residual_class(model), exist_ok=True)
     return config_class

@@ -34,28 +34,49 @@ class Norm(nn.Module):
         eps: added to the mean square (RMSNorm) or the variance (LayerNorm).
         bias: learn a bias of shape (size,).
         affine: learn a weight of shape (size,); without it there is no bias either.
-        init: the weight's initial value; a bias starts at 0.
+        init: what the norm multiplies by at first; a bias starts at 0.
+        offset: added to the weight before it multiplies (Gemma's is 1, and its weight starts at 0).
     """
 
     kind: NormKind
 
     def __init__(
-        self, size: int, eps: float = 1e-6, *, bias: bool = False, affine: bool = True, init: float = 1.0
+        self,
+        size: int,
+        eps: float = 1e-6,
+        *,
+        bias: bool = False,
+        affine: bool = True,
+        init: float = 1.0,
+        offset: float = 0.0,
     ) -> None:
         super().__init__()
         self.size = size
         self.eps = eps
         self.init = init
+        self.offset = offset
         self.weight = nn.Parameter(torch.empty(size)) if affine else None
         self.bias = nn.Parameter(torch.empty(size)) if affine and bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weight to ``init``, bias to 0. Draws no random numbers."""
+        """Weight to ``init`` (less the offset), bias to 0. Draws no random numbers."""
         if self.weight is not None:
-            nn.init.constant_(self.weight, self.init)
+            nn.init.constant_(self.weight, self.init - self.offset)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    @property
+    def spec(self) -> NormSpec:
+        """What kind of norm this is."""
+        return NormSpec(self.kind, self.size, self.eps, self.bias is not None, self.weight is not None, self.offset)
+
+    def factor(self, dtype: torch.dtype) -> Tensor | None:
+        """What the normalised input is multiplied by (size,), in ``dtype``."""
+        if self.weight is None:
+            return None
+        weight = self.weight.to(dtype)
+        return weight + self.offset if self.offset else weight
 
     def wide(self, x: Tensor) -> Tensor:
         """The norm of ``x`` (…, size) in the wide dtype, for a caller that goes on computing before it rounds."""
@@ -79,8 +100,8 @@ class RMSNorm(Norm):
         """As :meth:`Norm.wide`."""
         x = widen(x)
         out = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-        if self.weight is not None:
-            out = out * self.weight.to(x.dtype)
+        if (factor := self.factor(x.dtype)) is not None:
+            out = out * factor
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
 
@@ -92,9 +113,8 @@ class LayerNorm(Norm):
     def wide(self, x: Tensor) -> Tensor:
         """As :meth:`Norm.wide`."""
         x = widen(x)
-        weight = None if self.weight is None else self.weight.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.layer_norm(x, (self.size,), weight, bias, self.eps)
+        return F.layer_norm(x, (self.size,), self.factor(x.dtype), bias, self.eps)
 
 
 _KINDS: dict[str, type[Norm]] = {"rms": RMSNorm, "layer": LayerNorm}
@@ -110,6 +130,7 @@ class NormSpec:
         eps: as in :class:`Norm`.
         bias: whether the norm learns a bias.
         affine: whether it learns a weight.
+        offset: as in :class:`Norm`.
     """
 
     kind: NormKind
@@ -117,6 +138,7 @@ class NormSpec:
     eps: float = 1e-6
     bias: bool = False
     affine: bool = True
+    offset: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
@@ -127,5 +149,6 @@ class NormSpec:
         return replace(self, size=size)
 
     def build(self, *, init: float = 1.0) -> Norm:
-        """A new norm of this kind whose weight starts at ``init``."""
-        return _KINDS[self.kind](self.size, self.eps, bias=self.bias, affine=self.affine, init=init)
+        """A new norm of this kind that multiplies by ``init`` at first."""
+        kind = _KINDS[self.kind]
+        return kind(self.size, self.eps, bias=self.bias, affine=self.affine, init=init, offset=self.offset)
