@@ -390,6 +390,8 @@ def _optimizer(model: PreTrainedModel, scheme: Scheme, recipe: Recipe) -> torch.
         betas=(optim.beta1, optim.beta2),
         eps=optim.eps,
         weight_decay=optim.weight_decay,
+        # One pass over all parameters; without it, a CPU steps them one operation and one parameter at a time.
+        fused=True,
         group_overrides=[OptimGroupOverride(params=exempt, opts={"weight_decay": 0.0})] if exempt else None,
     ).build(model)
 
