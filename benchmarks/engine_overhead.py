@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
@@ -27,12 +26,10 @@ from siamesenorm.data import arrays as token_arrays
 from siamesenorm.training.build import build_model, device_of, scheme_of
 from siamesenorm.training.display import Lines
 from siamesenorm.training.evaluate import Evaluation
+from siamesenorm.training.events import Step
 from siamesenorm.training.recipe_files import load
 from siamesenorm.training.run import _quiet_engine, _RunLog
 from siamesenorm.training.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from siamesenorm.training.engine import Step
 
 ROUNDS, STEPS = 8, 6
 

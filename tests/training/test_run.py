@@ -200,7 +200,7 @@ def test_a_diverging_run_stops_before_the_step_and_says_so(tiny, tmp_path):
     assert [line["step"] for line in numbers(tmp_path / "run")] == list(range(1, failed))
     assert not (tmp_path / "run" / "model").exists()
     again = train(recipe, tmp_path / "run", Watcher())
-    assert (again.status, again.summary["diverged_at_step"]) == ("diverged", failed)
+    assert (again.status, again.summary["diverged_at_step"], again.summary["steps"]) == ("diverged", failed, failed - 1)
 
 
 def test_the_scheme_does_not_change_the_data_order(tiny, tmp_path, monkeypatch):
