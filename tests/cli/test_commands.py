@@ -59,7 +59,7 @@ def test_train_reports_and_the_model_goes_through_every_command(run):
     assert summary["corpus_sha256"] in err
 
     code, out, err = run("eval", "first", "--json")
-    assert code == 0
+    assert (code, err) == (0, "")
     assert json.loads(out)["val_loss"] == pytest.approx(summary["val_loss"], rel=1e-5)
     assert json.loads(out)["corpus_sha256"] == summary["corpus_sha256"]
     code, out, _ = run("eval", "first/model", "--sequence-length", "16", "--sequences", "4")
@@ -69,18 +69,25 @@ def test_train_reports_and_the_model_goes_through_every_command(run):
     greedy = [run("generate", "first", "--prompt", "ab", "--greedy", "--tokens", "5", "--json")[1] for _ in range(2)]
     assert greedy[0] == greedy[1]
     assert json.loads(greedy[0])["text"].startswith("ab")
-    code, out, _ = run("generate", "first/model", "--prompt", "ab", "--tokens", "5", "--seed", "1", "--top-k", "20")
-    assert code == 0
+    code, out, err = run("generate", "first/model", "--prompt", "ab", "--tokens", "5", "--seed", "1", "--top-k", "20")
+    assert (code, err) == (0, "")
     assert out.startswith("ab")
 
-    code, out, _ = run("inspect", "first")
-    assert code == 0
+    code, out, err = run("inspect", "first")
+    assert (code, err) == (0, "")
     assert "siamese" in out
     assert f"{summary['params']:,} in total" in out
 
     code, out, err = run("train", run.recipe, "--out", "first", "--json")
     assert (code, json.loads(out)) == (0, summary)
     assert "step" not in err
+
+
+def test_a_runs_own_config_is_a_recipe_that_repeats_it(run):
+    assert run("train", run.recipe, "train.steps=3", "seed=5", "--out", "first")[0] == 0
+    assert run("train", "first/config.yaml", "--out", "second")[0] == 0
+    first, second = (json.loads(Path(name, "summary.json").read_text()) for name in ("first", "second"))
+    assert (second["val_loss"], second["seed"], second["sample"]) == (first["val_loss"], 5, first["sample"])
 
 
 def test_json_is_alone_on_stdout(run):

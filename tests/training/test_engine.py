@@ -10,8 +10,9 @@ from siamesenorm.residual import make_scheme
 from siamesenorm.training.build import build_model, check, parameter_counts, scheme_of
 from siamesenorm.training.cost import flops_per_token
 from siamesenorm.training.decay import undecayed
-from siamesenorm.training.engine import CausalLMModule, NonFiniteError, _optimizer
+from siamesenorm.training.engine import CausalLMModule, _optimizer
 from siamesenorm.training.evaluate import evaluate, held_out_sequences
+from siamesenorm.training.events import NonFiniteError
 
 CPU = torch.device("cpu")
 

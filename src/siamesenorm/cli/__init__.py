@@ -34,8 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command = typer.main.get_command(_app())
     try:
         code = command.main(args=list(sys.argv[1:] if arguments is None else arguments), standalone_mode=True)
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
     except Exception as error:
         from siamesenorm.residual import ConfigError
 

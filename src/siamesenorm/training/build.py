@@ -70,8 +70,8 @@ def check_vocabulary(size: int) -> None:
     most = math.ceil(needed / _LARGEST_ROUNDING) * _LARGEST_ROUNDING
     if not needed <= size <= most:
         raise ConfigError(
-            f"the model's vocabulary of {size:,} does not match the byte tokeniser's {needed} tokens (vocab_size may be "
-            f"{needed} to {most})"
+            f"the model's vocabulary of {size:,} does not match the byte tokeniser's {needed} tokens: vocab_size must "
+            f"be {needed}, or up to {most}"
         )
 
 

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from siamesenorm.training.engine import Step
+    from siamesenorm.training.events import Step
 
 
 class Display(Protocol):

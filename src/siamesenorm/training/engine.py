@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint.state_dict as dcp
@@ -33,49 +33,8 @@ from siamesenorm.residual import ConfigError, Scheme
 from siamesenorm.training import checkpoints
 from siamesenorm.training.decay import undecayed
 from siamesenorm.training.evaluate import IGNORED, Evaluation, summed_loss
+from siamesenorm.training.events import Listener, NonFiniteError, Step
 from siamesenorm.training.recipe import Recipe
-
-
-class NonFiniteError(RuntimeError):
-    """A loss or gradient that is not finite, found before the optimiser used it."""
-
-    def __init__(self, step: int, loss: float, grad_norm: float) -> None:
-        super().__init__(f"step {step}: the loss is {loss} and the gradient norm {grad_norm}")
-        self.step = step
-
-
-@dataclass(frozen=True)
-class Step:
-    """One optimiser step's numbers.
-
-    ``loss`` is in nats per token over the step's batch, ``grad_norm`` is taken before clipping, ``tokens`` and
-    ``seconds`` count from the start of the run over all its sessions (seconds in steps only, without validation and
-    saving). ``validation`` is there where one was due.
-    """
-
-    step: int
-    loss: float
-    lr: float
-    grad_norm: float
-    tokens: int
-    seconds: float
-    validation: Evaluation | None
-
-
-class Listener(Protocol):
-    """What wants to know about a run's progress."""
-
-    def resumed(self, step: int) -> None:
-        """The run goes on after `step`, from the checkpoint taken there; 0 where it starts afresh."""
-
-    def step(self, step: Step) -> None:
-        """A step is done."""
-
-    def flush(self) -> None:
-        """A checkpoint is about to be written: what was heard so far must be on disk before it."""
-
-    def warn(self, message: str) -> None:
-        """Something that the user should know."""
 
 
 @dataclass(frozen=True)
@@ -390,6 +349,8 @@ def _optimizer(model: PreTrainedModel, scheme: Scheme, recipe: Recipe) -> torch.
         betas=(optim.beta1, optim.beta2),
         eps=optim.eps,
         weight_decay=optim.weight_decay,
+        # One pass over all parameters; without it, a CPU steps them one operation and one parameter at a time.
+        fused=True,
         group_overrides=[OptimGroupOverride(params=exempt, opts={"weight_decay": 0.0})] if exempt else None,
     ).build(model)
 

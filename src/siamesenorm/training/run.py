@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,12 +34,10 @@ from siamesenorm.training.build import (
 )
 from siamesenorm.training.display import Display
 from siamesenorm.training.evaluate import Evaluation, evaluate, held_out_sequences
+from siamesenorm.training.events import NonFiniteError, Step
 from siamesenorm.training.plot import loss_curve
 from siamesenorm.training.recipe import Recipe, flatten
 from siamesenorm.training.run_folder import MetricsFile, RunFolder, read_metrics
-
-if TYPE_CHECKING:
-    from siamesenorm.training.engine import Step
 
 _FLUSH_EVERY_SECONDS = 1.0
 
@@ -132,9 +130,9 @@ def _fit_and_save(
                 listener=log,
                 validate=validate,
             )
-        except engine.NonFiniteError as error:
+        except NonFiniteError as error:
             log.close()
-            summary = _summary(recipe, arrays, model, log.last, None) | {
+            summary = _summary(recipe, arrays, model, _last_line(folder), None) | {
                 "diverged": True,
                 "diverged_at_step": error.step,
             }
@@ -159,8 +157,7 @@ def _fit_and_save(
     tokenizer = byte_tokenizer.build(positions_of(model))
     _save_model(model, tokenizer, folder.model)
     _plot(folder, recipe)
-    last = log.last or read_metrics(folder.metrics)[-1]
-    summary = _summary(recipe, arrays, model, last, validation)
+    summary = _summary(recipe, arrays, model, _last_line(folder), validation)
     summary["sample"] = _sample(recipe, model, tokenizer)
     # Last of all: with a summary, the run counts as finished.
     folder.write_summary(summary)
@@ -171,7 +168,6 @@ class _RunLog:
     """Hears each step from the engine; writes ``metrics.jsonl`` and passes it on to the display."""
 
     def __init__(self, folder: RunFolder, recipe: Recipe, display: Display) -> None:
-        self.last: dict[str, Any] | None = None
         self._metrics = MetricsFile(folder.metrics)
         self._steps = recipe.train.steps
         self._display = display
@@ -194,7 +190,6 @@ class _RunLog:
         }
         if step.validation is not None:
             line["val_loss"] = step.validation.loss
-        self.last = line
         self._metrics.append(line)
         now = time.monotonic()
         if now - self._flushed > _FLUSH_EVERY_SECONDS:
@@ -240,11 +235,10 @@ def _summary(
     recipe: Recipe,
     arrays: TokenArrays,
     model: PreTrainedModel,
-    last: dict[str, Any] | None,
+    last: dict[str, Any],
     validation: Evaluation | None,
 ) -> dict[str, Any]:
-    """What ``summary.json`` holds, in nats per token, tokens and seconds."""
-    last = last or {"step": 0, "loss": None, "tokens": 0, "seconds": 0.0}
+    """What ``summary.json`` holds, in nats per token, tokens and seconds; `last` is a line of ``metrics.jsonl``."""
     total, non_embedding = parameter_counts(model)
     return {
         "val_loss": None if validation is None else validation.loss,
@@ -268,6 +262,12 @@ def _summary(
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def _last_line(folder: RunFolder) -> dict[str, Any]:
+    """The last step's line, or one that says that there was none."""
+    lines = read_metrics(folder.metrics)
+    return lines[-1] if lines else {"step": 0, "loss": None, "tokens": 0, "seconds": 0.0}
 
 
 def _save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
