@@ -13,7 +13,7 @@ import yaml
 
 from tests.training.tiny import TREE
 
-COMMANDS = ["train", "eval", "generate", "inspect"]
+COMMANDS = ["train", "eval", "generate", "inspect", "data"]
 
 
 def environment(tmp_path):

@@ -58,20 +58,22 @@ def test_fingerprint_sees_contents_names_and_borders():
 def test_arrays_hold_every_file_once_with_its_end(root, tmp_path):
     made = arrays.prepare(cache=tmp_path / "cache", root=root)
     docs = list(corpus.documents(root))
-    for path, side in ((made.train_path, False), (made.validation_path, True)):
-        tokens = np.memmap(path, dtype=np.uint16, mode="r")
+    (train,) = made.train_paths
+    (held_out,) = made.held_out()
+    for tokens, side in ((np.fromfile(train, dtype=np.uint16), False), (held_out, True)):
         contents = [doc.content for doc in docs if doc.held_out is side]
         assert byte_tokenizer.decode(tokens.tolist()) == b"".join(contents)
         assert int((tokens == byte_tokenizer.EOS_ID).sum()) == len(contents)
         assert tokens[-1] == byte_tokenizer.EOS_ID
-    assert made.train_tokens == sum(len(doc.content) + 1 for doc in docs if not doc.held_out)
+    assert made.train.tokens == sum(len(doc.content) + 1 for doc in docs if not doc.held_out)
+    assert made.validation.bytes == sum(len(doc.content) for doc in docs if doc.held_out)
 
 
 def test_the_cache_is_found_again_and_changes_with_the_corpus(root, tmp_path):
     first = arrays.prepare(cache=tmp_path / "cache", root=root)
-    stamp = first.train_path.stat().st_mtime_ns
+    stamp = first.train_paths[0].stat().st_mtime_ns
     assert arrays.prepare(cache=tmp_path / "cache", root=root) == first
-    assert first.train_path.stat().st_mtime_ns == stamp
+    assert first.train_paths[0].stat().st_mtime_ns == stamp
     (root / "module1.py").write_text("changed = True\n")
     second = arrays.prepare(cache=tmp_path / "cache", root=root)
     assert second.sha256 != first.sha256
@@ -81,14 +83,15 @@ def test_the_cache_is_found_again_and_changes_with_the_corpus(root, tmp_path):
 @pytest.mark.parametrize("damage", ["truncate", "remove", "meta"])
 def test_a_damaged_cache_is_made_anew(root, tmp_path, damage):
     made = arrays.prepare(cache=tmp_path / "cache", root=root)
-    whole = made.train_path.read_bytes()
+    (path,) = made.train_paths
+    whole = path.read_bytes()
     if damage == "truncate":
-        made.train_path.write_bytes(whole[:-2])
+        path.write_bytes(whole[:-2])
     elif damage == "remove":
-        made.train_path.unlink()
+        path.unlink()
     else:
         (made.folder / "meta.json").write_text('{"sha256": ')
-    assert arrays.prepare(cache=tmp_path / "cache", root=root).train_path.read_bytes() == whole
+    assert arrays.prepare(cache=tmp_path / "cache", root=root).train_paths[0].read_bytes() == whole
 
 
 def test_an_interrupted_preparation_leaves_nothing_behind(root, tmp_path, monkeypatch):
@@ -96,7 +99,7 @@ def test_an_interrupted_preparation_leaves_nothing_behind(root, tmp_path, monkey
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(arrays.json, "dumps", stop)
+        patch.setattr(arrays.shards, "write_meta", stop)
         with pytest.raises(KeyboardInterrupt):
             arrays.prepare(cache=tmp_path / "cache", root=root)
     assert list((tmp_path / "cache").iterdir()) == []

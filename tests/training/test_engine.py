@@ -193,7 +193,7 @@ def test_the_scheme_changes_no_shared_weight(tiny):
 
 def test_held_out_loss_does_not_depend_on_the_batch_size(model):
     tokens = torch.randint(0, 256, (163,), generator=torch.Generator().manual_seed(3)).numpy()
-    sequences = held_out_sequences(tokens, 16, 7)
+    sequences = held_out_sequences([tokens], 16, 7)
     assert sequences.shape == (7, 16)
     model.train()
     found = [evaluate(model, sequences, batch_size=size, device=CPU) for size in (1, 3, 7)]

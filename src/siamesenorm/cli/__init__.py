@@ -9,8 +9,8 @@ import typer
 
 
 def _app() -> typer.Typer:
+    from siamesenorm.cli import data, generate, inspect, train
     from siamesenorm.cli import eval as evaluate
-    from siamesenorm.cli import generate, inspect, train
 
     app = typer.Typer(
         name="siamesenorm",
@@ -23,6 +23,7 @@ def _app() -> typer.Typer:
     app.command("eval")(evaluate.evaluate)
     app.command("generate")(generate.generate)
     app.command("inspect")(inspect.inspect)
+    app.add_typer(data.app)
     return app
 
 

@@ -11,7 +11,9 @@ from siamesenorm.cli.options import Json, ModelOrRun, load, model_folder, print_
 
 def evaluate(
     model_or_run: ModelOrRun,
-    source: Annotated[str | None, typer.Option(help="The corpus; default: the run's, else python-stdlib.")] = None,
+    source: Annotated[
+        str | None, typer.Option(help="The corpus or a prepared folder; default: the run's, else python-stdlib.")
+    ] = None,
     sequence_length: Annotated[int | None, typer.Option(min=2, help="In tokens; default: the run's, else 256.")] = None,
     sequences: Annotated[
         int | None, typer.Option(min=1, help="How many, spread over the held-out part; default: the run's, else all.")
@@ -23,32 +25,44 @@ def evaluate(
     import torch
 
     from siamesenorm.data import arrays as token_arrays
+    from siamesenorm.data.tokenizer import fingerprint
+    from siamesenorm.residual import ConfigError
     from siamesenorm.training.build import check_length, check_vocabulary, positions_of
+    from siamesenorm.training.documents import DocumentMask
     from siamesenorm.training.evaluate import evaluate as measure
     from siamesenorm.training.evaluate import held_out_sequences
 
     path, recipe = model_folder(model_or_run)
-    model, _ = load(path)
-    check_vocabulary(model.config.vocab_size)
-    arrays = token_arrays.prepare(source or (recipe.data.source if recipe else "python-stdlib"))
+    model, tokenizer = load(path)
+    source = source or (recipe.data.source if recipe else "python-stdlib")
+    check_vocabulary(model.config.vocab_size, token_arrays.vocabulary(source))
+    arrays = token_arrays.prepare(source)
+    if fingerprint(tokenizer) != arrays.tokenizer_sha256:
+        raise ConfigError(f"the corpus {arrays.source} is cut by another tokeniser than the model in {path} has")
     length = sequence_length or (recipe.data.sequence_length if recipe else min(256, positions_of(model) or 256))
     check_length(model, length, "--sequence-length")
     if sequences is None and recipe is not None and sequence_length is None:
         sequences = recipe.data.validation_sequences
+    mask = DocumentMask(arrays.vocabulary.eos_id) if recipe is not None and recipe.data.document_masking else None
+    if mask is not None:
+        mask.check(model, length)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = measure(
         model.to(device),
-        held_out_sequences(arrays.validation(), length, sequences),
+        held_out_sequences(arrays.held_out(), length, sequences),
         batch_size=batch_size,
         device=device,
         autocast=torch.bfloat16 if recipe and recipe.train.precision == "bfloat16" else None,
+        mask=mask,
     )
+    bits_per_byte = found.bits_per_byte(arrays.held_out_bytes_per_token)
     if json:
         print_json(
             {
                 "val_loss": found.loss,
                 "val_ppl": found.perplexity,
                 "val_tokens": found.tokens,
+                "bits_per_byte": bits_per_byte,
                 "sequence_length": length,
                 "corpus": arrays.source,
                 "corpus_sha256": arrays.sha256,
@@ -58,4 +72,5 @@ def evaluate(
         return
     print(f"validation loss  {found.loss:.4f} nats per token over {found.tokens:,} tokens in sequences of {length}")
     print(f"perplexity       {found.perplexity:.4f}")
+    print(f"bits per byte    {bits_per_byte:.4f}")
     print(f"corpus           {arrays.source}, sha256 {arrays.sha256}")

@@ -56,6 +56,7 @@ def _report(result: Result) -> None:
         print(f"diverged at step {summary['diverged_at_step']}")
     print(f"validation loss  {_number(summary['val_loss'])} nats per token over {summary['val_tokens'] or 0:,} tokens")
     print(f"perplexity       {_number(summary['val_ppl'])}")
+    print(f"bits per byte    {_number(summary['bits_per_byte'])}")
     print(f"corpus           {summary['corpus']}, sha256 {summary['corpus_sha256']}")
     options = "".join(f" {key}={value}" for key, value in summary["scheme_options"].items())
     print(f"model            {summary['host']} with {summary['scheme']}{options}, {summary['params']:,} parameters")

@@ -10,9 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from siamesenorm import hosts
-from siamesenorm.data import byte_tokenizer
-from siamesenorm.data.arrays import TokenArrays, check_source
+from siamesenorm.data import arrays as token_arrays
+from siamesenorm.data import corpus
+from siamesenorm.data.shards import TokenArrays
+from siamesenorm.data.tokenizer import Vocabulary
 from siamesenorm.residual import ConfigError, Scheme, make_scheme
+from siamesenorm.training.documents import DocumentMask
 from siamesenorm.training.recipe import Recipe
 
 # Vocabularies are often rounded up so that the last matrix product runs on whole tiles.
@@ -32,15 +35,22 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
     Raises:
         ConfigError: for an unknown host, scheme, option or configuration key, or a vocabulary that is not the data's.
     """
+    vocabulary = token_arrays.vocabulary(recipe.data.source)
     config: dict[str, Any] = {
-        "vocab_size": byte_tokenizer.VOCAB_SIZE,
+        "vocab_size": vocabulary.size,
         "bos_token_id": None,
-        "eos_token_id": byte_tokenizer.EOS_ID,
-        "pad_token_id": byte_tokenizer.PAD_ID,
+        "eos_token_id": vocabulary.eos_id,
+        # A model keeps the row of its padding out of training, which must not befall the document end.
+        "pad_token_id": None if vocabulary.pad_id == vocabulary.eos_id else vocabulary.pad_id,
         **recipe.model.config,
     }
     if isinstance(config["vocab_size"], int):
-        check_vocabulary(config["vocab_size"])
+        check_vocabulary(config["vocab_size"], vocabulary)
+    if config["eos_token_id"] != vocabulary.eos_id:
+        raise ConfigError(
+            f"model.config.eos_token_id ({config['eos_token_id']}) is not what ends the documents in "
+            f"{recipe.data.source} ({vocabulary.eos_id}); leave it out"
+        )
     torch.manual_seed(recipe.seed)
     return hosts.build(recipe.model.host, config, recipe.model.scheme, dict(recipe.model.options))
 
@@ -51,27 +61,36 @@ def check(recipe: Recipe) -> PreTrainedModel:
     Raises:
         ConfigError: naming what does not fit together.
     """
-    check_source(recipe.data.source)
     with torch.device("meta"):
         model = build_model(recipe)
     if not hosts.blocks(model):
         raise ConfigError("the model has no blocks; give it at least one")
     check_length(model, recipe.data.sequence_length, "data.sequence_length")
+    mask = document_mask(recipe)
+    if mask is not None:
+        mask.check(model, recipe.data.sequence_length)
     return model
 
 
-def check_vocabulary(size: int) -> None:
-    """Refuse a model whose vocabulary is not the byte tokeniser's, or that rounded up.
+def document_mask(recipe: Recipe) -> DocumentMask | None:
+    """What keeps documents apart, where the recipe asks for it."""
+    if not recipe.data.document_masking:
+        return None
+    return DocumentMask(token_arrays.vocabulary(recipe.data.source).eos_id)
+
+
+def check_vocabulary(size: int, vocabulary: Vocabulary) -> None:
+    """Refuse a model whose vocabulary is not the tokeniser's, or that rounded up.
 
     Raises:
         ConfigError: with both sizes.
     """
-    needed = byte_tokenizer.VOCAB_SIZE
+    needed = vocabulary.size
     most = math.ceil(needed / _LARGEST_ROUNDING) * _LARGEST_ROUNDING
     if not needed <= size <= most:
         raise ConfigError(
-            f"the model's vocabulary of {size:,} does not match the byte tokeniser's {needed} tokens: vocab_size must "
-            f"be {needed}, or up to {most}"
+            f"the model's vocabulary of {size:,} does not match the tokeniser's {needed:,} tokens: vocab_size must be "
+            f"{needed}, or up to {most}"
         )
 
 
@@ -93,24 +112,38 @@ def positions_of(model: PreTrainedModel) -> int | None:
 
 
 def with_corpus(recipe: Recipe, arrays: TokenArrays) -> Recipe:
-    """The recipe with the corpus's fingerprint in it.
+    """The recipe with the corpus's place and fingerprint in it.
 
     Raises:
         ConfigError: where the recipe asks for a corpus with another one, or for more than it holds.
     """
+    embedded = arrays.source == corpus.NAME
+    tokenizer = recipe.data.tokenizer_sha256
+    if tokenizer is not None and tokenizer != arrays.tokenizer_sha256:
+        raise ConfigError(
+            f"the corpus {arrays.source} is cut by another tokeniser than data.tokenizer_sha256 asks for: by "
+            f"{arrays.tokenizer_sha256[:16]}…, not {tokenizer[:16]}…"
+        )
     wanted = recipe.data.sha256
     if wanted is not None and wanted != arrays.sha256:
         raise ConfigError(
             f"the corpus {arrays.source} is not the one that data.sha256 asks for: it has {arrays.sha256[:16]}…, not "
-            f"{wanted[:16]}… (it differs between Python versions; data.sha256=null takes it as it is)"
+            f"{wanted[:16]}… ({'it differs between Python versions; ' if embedded else ''}data.sha256=null takes it as "
+            "it is)"
         )
-    sequences = arrays.train_tokens // recipe.data.sequence_length
+    sequences = arrays.train.sequences(recipe.data.sequence_length)
     if sequences < recipe.train.batch_size:
         raise ConfigError(
             f"train.batch_size ({recipe.train.batch_size}) asks for more sequences of {recipe.data.sequence_length} "
             f"tokens than the corpus has ({sequences:,})"
         )
-    return replace(recipe, data=replace(recipe.data, sha256=arrays.sha256))
+    data = replace(
+        recipe.data,
+        source=arrays.source,
+        sha256=arrays.sha256,
+        tokenizer_sha256=tokenizer if embedded else arrays.tokenizer_sha256,
+    )
+    return replace(recipe, data=data)
 
 
 def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:

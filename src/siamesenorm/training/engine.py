@@ -28,10 +28,12 @@ from olmo_core.utils import move_to_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from siamesenorm.data.arrays import DTYPE, TokenArrays
+from siamesenorm.data.shards import TokenArrays
 from siamesenorm.residual import ConfigError, Scheme
 from siamesenorm.training import checkpoints
+from siamesenorm.training.build import document_mask
 from siamesenorm.training.decay import undecayed
+from siamesenorm.training.documents import DocumentMask
 from siamesenorm.training.evaluate import IGNORED, Evaluation, summed_loss
 from siamesenorm.training.events import Listener, NonFiniteError, Step
 from siamesenorm.training.recipe import Recipe
@@ -68,6 +70,7 @@ class CausalLMModule(TrainModule):
         seed: int,
         device: torch.device,
         compile: bool = False,
+        mask: DocumentMask | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -81,6 +84,7 @@ class CausalLMModule(TrainModule):
         self.autocast = autocast
         self.seed = seed
         self.device = device
+        self.mask = mask
         self.loss = float("nan")
         self.grad_norm = float("nan")
         self.lr = 0.0
@@ -121,17 +125,19 @@ class CausalLMModule(TrainModule):
         batch = move_to_device(batch, self.device)
         if "labels" not in batch:
             batch["labels"] = get_labels(batch, label_ignore_index=IGNORED)
+        if self.mask is not None:
+            batch["labels"] = self.mask.labels(batch["input_ids"], batch["labels"])
         counted = (batch["labels"] != IGNORED).sum()
         # Where nothing counts anywhere, the summed loss is zero and so must be the mean.
         counted = all_reduce_value(counted, self.device).clamp(min=1)
         batch_loss = torch.zeros((), device=self.device)
         for micro_batch in split_batch(batch, self.micro_batch_size):
+            ids = micro_batch["input_ids"]
+            inputs = {"attention_mask": micro_batch.get("attention_mask")}
+            if self.mask is not None:
+                inputs = self.mask.inputs(self.model, ids)
             with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-                logits = self._forward(
-                    input_ids=micro_batch["input_ids"],
-                    attention_mask=micro_batch.get("attention_mask"),
-                    use_cache=False,
-                ).logits
+                logits = self._forward(input_ids=ids, use_cache=False, **inputs).logits
             loss = summed_loss(logits, micro_batch["labels"]) / counted
             loss.backward()
             batch_loss += loss.detach()
@@ -316,6 +322,7 @@ def assemble(
         seed=recipe.seed,
         device=device,
         compile=train.compile,
+        mask=document_mask(recipe),
     )
     recorder = Recorder(listener=listener, validate=validate, validate_every=train.validate_every)
     config = TrainerConfig(
@@ -358,18 +365,18 @@ def _optimizer(model: PreTrainedModel, scheme: Scheme, recipe: Recipe) -> torch.
 def _data_loader(recipe: Recipe, arrays: TokenArrays, work_dir: Path, device: torch.device) -> NumpyFSLDataLoader:
     length = recipe.data.sequence_length
     dataset = NumpyFSLDataset(
-        str(arrays.train_path),
+        *map(str, arrays.train_paths),
         sequence_length=length,
-        pad_token_id=arrays.pad_id,
-        eos_token_id=arrays.eos_id,
-        vocab_size=arrays.vocab_size,
-        dtype=DTYPE,
+        pad_token_id=arrays.vocabulary.pad_id,
+        eos_token_id=arrays.vocabulary.eos_id,
+        vocab_size=arrays.vocabulary.size,
+        dtype=arrays.vocabulary.dtype,
     )
     dataset.work_dir = work_dir
     dataset.prepare()
     return NumpyFSLDataLoader(
         dataset,
-        collator=DataCollator(pad_token_id=arrays.pad_id),
+        collator=DataCollator(pad_token_id=arrays.vocabulary.pad_id),
         global_batch_size=recipe.train.batch_size * length,
         work_dir=work_dir,
         seed=recipe.seed,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from siamesenorm.residual import ConfigError
+
+if TYPE_CHECKING:
+    from siamesenorm.training.documents import DocumentMask
 
 IGNORED = -100
 
@@ -32,6 +36,14 @@ class Evaluation:
         except OverflowError:
             return math.inf
 
+    def bits_per_byte(self, bytes_per_token: float) -> float:
+        """The loss in bits per byte of text, which does not depend on the tokeniser.
+
+        Args:
+            bytes_per_token: over the whole held-out text, document ends counted among the tokens.
+        """
+        return self.loss / math.log(2) / bytes_per_token
+
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy summed over the tokens that count, computed in float32 or wider.
@@ -45,21 +57,32 @@ def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def held_out_sequences(tokens: np.ndarray, sequence_length: int, count: int | None) -> np.ndarray:
+def held_out_sequences(shards: Sequence[np.ndarray], sequence_length: int, count: int | None) -> np.ndarray:
     """Sequences to evaluate on, shape (count, sequence_length): always the same, spread evenly over all the tokens.
+
+    Args:
+        shards: token arrays; no sequence goes over the end of one.
+        sequence_length: in tokens.
+        count: how many; None for all.
 
     Raises:
         ConfigError: where there are fewer than `count`, or none.
     """
-    available = len(tokens) // sequence_length
+    ends = np.cumsum([len(tokens) // sequence_length for tokens in shards])
+    available = int(ends[-1]) if len(ends) else 0
     wanted = available if count is None else count
     if available < max(wanted, 1):
         raise ConfigError(
-            f"the held-out tokens ({len(tokens):,}) make {available} sequences of {sequence_length}; data."
+            f"the held-out tokens ({sum(map(len, shards)):,}) make {available} sequences of {sequence_length}; data."
             f"validation_sequences asks for {max(wanted, 1)}"
         )
     chosen = np.arange(wanted) * available // wanted
-    return np.asarray(tokens[: available * sequence_length]).reshape(available, sequence_length)[chosen]
+    shard_of = np.searchsorted(ends, chosen, side="right")
+    out = np.empty((wanted, sequence_length), dtype=shards[0].dtype)
+    for row, (sequence, shard) in enumerate(zip(chosen, shard_of, strict=True)):
+        start = (int(sequence) - int(ends[shard - 1] if shard else 0)) * sequence_length
+        out[row] = shards[shard][start : start + sequence_length]
+    return out
 
 
 @torch.no_grad()
@@ -70,6 +93,7 @@ def evaluate(
     batch_size: int,
     device: torch.device,
     autocast: torch.dtype | None = None,
+    mask: DocumentMask | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Mean loss over all next-token predictions within the sequences, each token weighing the same.
@@ -80,20 +104,26 @@ def evaluate(
         batch_size: sequences at a time; changes the time and, beyond rounding, nothing else.
         device: where the model is.
         autocast: the dtype of autocast, or None for none.
+        mask: keeps documents apart, where they were apart in training.
         progress: called with the number of sequences done and their total.
     """
     was_training = model.training
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=device)
+    counted = torch.zeros((), dtype=torch.long, device=device)
     try:
         for start in range(0, len(sequences), batch_size):
             ids = torch.as_tensor(sequences[start : start + batch_size].astype(np.int64), device=device)
             with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-                logits = model(input_ids=ids, use_cache=False).logits
-            total += summed_loss(logits[:, :-1], ids[:, 1:]).double()
+                more = {} if mask is None else mask.inputs(model, ids)
+                logits = model(input_ids=ids, use_cache=False, **more).logits
+            labels = ids[:, 1:] if mask is None else mask.labels(ids[:, :-1], ids[:, 1:])
+            total += summed_loss(logits[:, :-1], labels).double()
+            counted += (labels != IGNORED).sum()
             if progress is not None:
                 progress(min(start + batch_size, len(sequences)), len(sequences))
     finally:
         model.train(was_training)
-    tokens = sequences.shape[0] * (sequences.shape[1] - 1)
+    # Only sequences of nothing but document ends leave nothing to count.
+    tokens = max(int(counted), 1)
     return Evaluation(loss=total.item() / tokens, tokens=tokens)

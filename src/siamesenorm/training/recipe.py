@@ -34,15 +34,20 @@ class ModelRecipe:
 class DataRecipe:
     """The corpus and how it is cut.
 
+    ``source`` is the embedded corpus, ``python-stdlib``, or a folder that ``siamesenorm data prepare`` made.
     ``sequence_length`` is in tokens. ``validation_sequences`` of that length, spread evenly over the held-out tokens,
     are what every validation loss is measured on (null: all of them). ``sha256`` is the fingerprint that the corpus
-    must have; null takes the corpus as it is, and a run writes down what it found.
+    must have, and ``tokenizer_sha256`` that of a prepared folder's tokeniser; null takes them as they are, and a run
+    writes down what it found. With ``document_masking``, attention stays inside a document, positions start anew in
+    each, and the step from one to the next is not counted in any loss.
     """
 
     sequence_length: int
     source: str = "python-stdlib"
     validation_sequences: int | None = None
     sha256: str | None = None
+    tokenizer_sha256: str | None = None
+    document_masking: bool = False
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
 from siamesenorm.data import arrays as token_arrays
-from siamesenorm.data import byte_tokenizer
-from siamesenorm.data.arrays import TokenArrays
+from siamesenorm.data.shards import TokenArrays
 from siamesenorm.training import text
 from siamesenorm.training.build import (
     build_model,
     check,
     device_of,
+    document_mask,
     parameter_counts,
     positions_of,
     scheme_of,
@@ -78,7 +78,7 @@ def train(recipe: Recipe, out: Path | None, display: Display, *, verbose: bool =
     device = device_of(recipe)
     arrays = token_arrays.prepare(recipe.data.source)
     recipe = with_corpus(recipe, arrays)
-    sequences = held_out_sequences(arrays.validation(), recipe.data.sequence_length, recipe.data.validation_sequences)
+    sequences = held_out_sequences(arrays.held_out(), recipe.data.sequence_length, recipe.data.validation_sequences)
     folder = RunFolder(out or default_folder(recipe))
     folder.claim(recipe)
     with folder.locked():
@@ -86,8 +86,8 @@ def train(recipe: Recipe, out: Path | None, display: Display, *, verbose: bool =
         if finished is not None:
             return Result("already finished", folder, finished)
         display.note(
-            f"corpus {arrays.source}, sha256 {arrays.sha256}: {arrays.train_documents} files ({arrays.train_tokens:,} "
-            f"tokens) to train on, {arrays.validation_documents} files held out"
+            f"corpus {arrays.source}, sha256 {arrays.sha256}: {arrays.train.documents:,} documents "
+            f"({arrays.train.tokens:,} tokens) to train on, {arrays.validation.documents:,} held out"
         )
         model = build_model(recipe).to(device)
         total, _ = parameter_counts(model)
@@ -100,6 +100,7 @@ def train(recipe: Recipe, out: Path | None, display: Display, *, verbose: bool =
                 batch_size=recipe.train.micro_batch_size or recipe.train.batch_size,
                 device=device,
                 autocast=torch.bfloat16 if recipe.train.precision == "bfloat16" else None,
+                mask=document_mask(recipe),
             )
 
         return _fit_and_save(recipe, arrays, folder, model, device, display, validate, verbose)
@@ -154,7 +155,7 @@ def _fit_and_save(
             f"stopped after step {outcome.step} of {recipe.train.steps} and saved; the same command goes on from there",
         )
     validation = outcome.validation or validate()
-    tokenizer = byte_tokenizer.build(positions_of(model))
+    tokenizer = arrays.tokenizer(positions_of(model))
     _save_model(model, tokenizer, folder.model)
     _plot(folder, recipe)
     summary = _summary(recipe, arrays, model, _last_line(folder), validation)
@@ -244,6 +245,7 @@ def _summary(
         "val_loss": None if validation is None else validation.loss,
         "val_ppl": None if validation is None else validation.perplexity,
         "val_tokens": None if validation is None else validation.tokens,
+        "bits_per_byte": None if validation is None else validation.bits_per_byte(arrays.held_out_bytes_per_token),
         "train_loss": last["loss"],
         "params": total,
         "params_non_embedding": non_embedding,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from siamesenorm.data.files import write_whole
 from siamesenorm.residual import ConfigError
 from siamesenorm.training.recipe import Recipe, flatten, from_mapping
 from siamesenorm.training.recipe_files import dump, read
@@ -151,19 +151,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if isinstance(parsed, dict) and isinstance(parsed.get("step"), int):
             lines.append(parsed)
     return lines
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a crash leaves the old one or the new one, never a part."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def finite(value: Any) -> Any:

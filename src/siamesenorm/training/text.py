@@ -38,7 +38,9 @@ def generate(
     Raises:
         ConfigError: for an empty prompt, or one that leaves no room for `tokens`.
     """
-    encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    # Models are trained on documents without anything in front.
+    encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False, add_special_tokens=False)
+    encoded = encoded.to(model.device)
     length = encoded["input_ids"].shape[1]
     if not length:
         raise ConfigError("the prompt is empty; give at least one character")
@@ -65,4 +67,4 @@ def room(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str
     positions = positions_of(model)
     if positions is None:
         return wanted
-    return max(min(wanted, positions - len(tokenizer(prompt)["input_ids"])), 0)
+    return max(min(wanted, positions - len(tokenizer(prompt, add_special_tokens=False)["input_ids"])), 0)

@@ -1,0 +1,98 @@
+"""``siamesenorm data``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from siamesenorm.cli.options import Json, print_json
+
+if TYPE_CHECKING:
+    from siamesenorm.data.shards import TokenArrays
+
+app = typer.Typer(name="data", help="Make token arrays to train on.", no_args_is_help=True)
+
+
+@app.callback()
+def data() -> None:
+    """Make token arrays to train on."""
+
+
+@app.command("prepare")
+def prepare(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A text, JSON lines (.gz too), Parquet, CSV or Arrow file, a folder of them, a Hugging Face dataset "
+            "saved to disk, or the name of one on the hub."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="The folder to make; the same command goes on with an unfinished one.")],
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="NAME_OR_PATH", help="A tokeniser of transformers; default: bytes.")
+    ] = None,
+    train_bpe: Annotated[
+        int | None, typer.Option(metavar="N", help="Learn a byte-level BPE of N tokens from the documents to train on.")
+    ] = None,
+    text_field: Annotated[str, typer.Option(help="The field or column with the text.")] = "text",
+    document_end: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="What ends a document in text files: 'file', 'blank-line', or the text between two documents (\\n for "
+            "the end of a line). Default: blank-line for a single file, file in a folder.",
+        ),
+    ] = None,
+    format: Annotated[
+        str | None, typer.Option(help="text, json, parquet or table, where the files' names do not tell.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="Of a dataset that has several.")] = "train",
+    subset: Annotated[str | None, typer.Option(help="Of a dataset on the hub.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Of a dataset on the hub; default: the newest.")] = None,
+    validation_fraction: Annotated[float, typer.Option(help="About this share of the documents is held out.")] = 0.01,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave out and count what cannot be read, instead of stopping there.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Which documents are held out.")] = 0,
+    shard_tokens: Annotated[int, typer.Option(help="At most this many tokens in one array.")] = 1 << 27,
+    json: Json = False,
+) -> None:
+    """Turn documents into token arrays with a train/validation split that no document crosses."""
+    from siamesenorm.data.prepare import Request
+    from siamesenorm.data.prepare import prepare as run
+    from siamesenorm.data.progress import for_terminal
+    from siamesenorm.data.sources import Reading
+
+    end = None if document_end is None else document_end.replace("\\n", "\n").replace("\\t", "\t")
+    reading = Reading(text_field, end, format, split, subset, revision)
+    request = Request(source, reading, tokenizer, train_bpe, validation_fraction, skip_bad, seed, shard_tokens)
+    try:
+        done = run(request, out, for_terminal())
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from what was finished", file=sys.stderr)
+        raise typer.Exit(130) from None
+    if json:
+        print_json(done.summary())
+    else:
+        _report(done.summary(), done.arrays)
+
+
+def _report(summary: dict[str, Any], arrays: TokenArrays) -> None:
+    if summary["status"] == "already finished":
+        print(f"{arrays.folder} has already been prepared with these arguments\n")
+    for name in ("train", "validation"):
+        part = summary[name]
+        shards = f"{part['shards']} array{'s' if part['shards'] != 1 else ''}"
+        print(
+            f"{name:16} {part['documents']:,} documents, {part['tokens']:,} tokens, {part['bytes']:,} bytes, {shards}"
+        )
+    print(f"bytes per token  {summary['bytes_per_token']:.3f}")
+    reasons = ", ".join(f"{count:,} for {reason}" for reason, count in summary["skipped_reasons"].items())
+    why = f" ({reasons})" if reasons else ""
+    print(f"left out         {summary['empty']:,} empty, {summary['skipped']:,} skipped{why}")
+    print(f"vocabulary       {summary['vocab_size']:,} tokens, kept as {summary['dtype']}")
+    print(f"sha256           {summary['sha256']}")
+    print(f"\nnext: siamesenorm train data.source={arrays.folder}")
