@@ -11,12 +11,13 @@ _LINE_EVERY_SECONDS = 10.0
 
 
 class Lines:
-    """A plain line every ten seconds."""
+    """A plain line every ten seconds, and one at a pass's end."""
 
     def __init__(self) -> None:
         self._what = ""
         self._total: int | None = None
         self._started = self._shown = 0.0
+        self._last = ""
 
     def note(self, message: str) -> None:
         """Print it."""
@@ -30,14 +31,17 @@ class Lines:
     def show(self, done_bytes: int, documents: int, text_bytes: int, tokens: int) -> None:
         """Print a line if it is time for one."""
         now = time.monotonic()
-        if now - self._shown < _LINE_EVERY_SECONDS:
-            return
-        self._shown = now
         share = f" {100 * done_bytes / self._total:.0f}%" if self._total and done_bytes else ""
-        self.note(f"{self._what}{share}  {_rates(documents, text_bytes, tokens, now - self._started)}")
+        self._last = f"{self._what}{share}  {_rates(documents, text_bytes, tokens, now - self._started)}"
+        if now - self._shown >= _LINE_EVERY_SECONDS:
+            self._shown = now
+            self.note(self._last)
 
     def end(self) -> None:
-        """Nothing is left open."""
+        """Print where the pass ended."""
+        if self._last:
+            self.note(self._last)
+        self._last = ""
 
 
 class Bar:

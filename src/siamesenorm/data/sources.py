@@ -513,6 +513,9 @@ def _saved_dataset(path: Path, reading: Reading) -> TableSource:
     dataset = dataset.select_columns([reading.text_field]).with_format("arrow")
 
     def rows(start: int) -> Iterator[Any]:
+        # To select nothing at a dataset's end is an error there.
+        if start == len(dataset):
+            return
         for table in dataset.select(range(start, len(dataset))).iter(_ROWS):
             yield table.column(0).combine_chunks()
 
