@@ -226,6 +226,22 @@ def test_what_was_broken_off_goes_on_to_equal_bytes(corpus, tmp_path, monkeypatc
         assert watcher.shown[1] < 300
 
 
+def test_what_a_kill_leaves_half_written_goes_away(corpus, tmp_path, monkeypatch):
+    run(request(corpus), tmp_path / "whole")
+    for name in ("first", "later"):
+        if name == "later":
+            with monkeypatch.context() as patch:
+                stop_at(patch, "finish_shard", 3)
+                with pytest.raises(StopError):
+                    run(request(corpus), tmp_path / name)
+        else:
+            (tmp_path / name).mkdir()
+        (tmp_path / name / ".progress.json.123").write_text('{"for')
+        (tmp_path / name / ".meta.json.45").write_text("")
+        run(request(corpus), tmp_path / name)
+        assert content(tmp_path / name) == content(tmp_path / "whole")
+
+
 def test_broken_off_again_and_again(corpus, tmp_path, monkeypatch):
     wanted = request(corpus, shard_tokens=800)
     run(wanted, tmp_path / "whole")

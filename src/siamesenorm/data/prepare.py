@@ -176,6 +176,8 @@ def prepare(request: Request, out: Path, watcher: Watcher) -> Prepared:
     for note in source.notes:
         watcher.note(note)
     with _claimed(out):
+        for path in _half_written(out):
+            path.unlink()
         if (out / shards.META).exists():
             arrays = shards.read_meta(out, str(out))
             _require_equal(out, arrays.facts, arguments, source.digest)
@@ -459,8 +461,13 @@ def _check_folder(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file; --out needs a folder")
     ours = any((out / name).exists() for name in (shards.META, shards.PROGRESS))
-    if out.is_dir() and not ours and any(out.iterdir()):
+    if out.is_dir() and not ours and set(out.iterdir()) - set(_half_written(out)):
         raise ConfigError(f"{out} is not empty and holds no prepared corpus; choose another --out")
+
+
+def _half_written(out: Path) -> list[Path]:
+    """What a process that was killed while it wrote one of its own files has left."""
+    return [path for name in (shards.META, shards.PROGRESS) for path in out.glob(f".{name}.*")]
 
 
 def _require_equal(out: Path, there: Mapping[str, Any], arguments: Mapping[str, Any], source_digest: str) -> None:
