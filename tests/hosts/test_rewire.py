@@ -47,7 +47,10 @@ def test_names_and_values_stay(family, scheme):
         assert torch.equal(after[n], before[n]), n
         assert id(after[n]) in identity
     new = after.keys() - before.keys()
-    assert all("_residual." in n or ".readout." in n or n.endswith(("q_norm.weight", "k_norm.weight", "v_norm.weight")) for n in new)
+    assert all(
+        "_residual." in n or ".readout." in n or n.endswith(("q_norm.weight", "k_norm.weight", "v_norm.weight"))
+        for n in new
+    )
     assert all((after[n] == 1).all() for n in new)
     assert (not new) == (scheme == "pre")
 
@@ -224,7 +227,7 @@ class HasConfig(nn.Module):
     ids=["linear", "module", "gpt2", "wrapper", "compiled", "adapted", "none", "string", "config", "class"],
 )
 def test_what_is_not_supported(make):
-    with pytest.raises(ConfigError, match="llama, mistral, qwen2, qwen3.*register_host"):
+    with pytest.raises(ConfigError, match=r"llama, mistral, qwen2, qwen3.*register_host"):
         siamesenorm.rewire(make(), "siamese")
 
 
@@ -275,7 +278,9 @@ def test_a_sequence_classifier_trains_through_both_streams():
 
 
 def like_llama(name, prefix):
-    return dataclasses.replace(families.get_host("llama"), name=name, modeling=f"transformers.models.{name}.modeling_{name}", prefix=prefix)
+    return dataclasses.replace(
+        families.get_host("llama"), name=name, modeling=f"transformers.models.{name}.modeling_{name}", prefix=prefix
+    )
 
 
 @pytest.fixture
@@ -304,7 +309,9 @@ def test_another_family_is_a_table(scheme, tmp_path):
     assert hosts.register_host(table) is table
     assert "seed_oss" in hosts.hosts()
     name, options = SCHEMES[scheme]
-    plain = transformers.SeedOssForCausalLM(transformers.SeedOssConfig(**SHAPE, attention_bias=True, attention_out_bias=True))
+    plain = transformers.SeedOssForCausalLM(
+        transformers.SeedOssConfig(**SHAPE, attention_bias=True, attention_out_bias=True)
+    )
     model = scatter(siamesenorm.rewire(scatter(plain), name, **options)).eval()
     exact = copy.deepcopy(model).double()
     expected, _ = oracle.hf_lm(dict(exact.named_parameters()), exact.config, name, tokens(), **options)
@@ -329,7 +336,9 @@ def test_a_family_whose_norm_is_a_layer_norm():
     )
     siamesenorm.register_host(table)
     shape = {k: v for k, v in SHAPE.items() if k != "head_dim"}
-    plain = transformers.Starcoder2ForCausalLM(transformers.Starcoder2Config(**shape, norm_epsilon=1e-4, sliding_window=None))
+    plain = transformers.Starcoder2ForCausalLM(
+        transformers.Starcoder2Config(**shape, norm_epsilon=1e-4, sliding_window=None)
+    )
     scatter(plain).eval()
     before = plain(input_ids=tokens()).logits
     model = siamesenorm.rewire(copy.deepcopy(plain), "pre")

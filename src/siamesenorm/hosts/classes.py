@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, OutputRecorder
 
+from ..hub.loading import key_names
 from ..residual import ConfigError, Norm, Readout, Sublayer
 from .attention import SeparateProjections
 from .block import ReadoutNorm, ResidualBlock, Tap
@@ -57,9 +58,8 @@ class ResidualModel(PreTrainedModel):
         prefix = "" if model.base_model is model else model.base_model_prefix + "."
         base = tuple(f"{prefix}{name}." for name, _ in model.base_model.named_children())
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            names = sorted(str(key[0] if isinstance(key, tuple) else key) for key in info.get(kind) or ())
             # What belongs to a head may come and go: a language model's body becomes a classifier's.
-            ours = [name for name in names if name.startswith(base)]
+            ours = [name for name in key_names(info, kind) if name.startswith(base)]
             if ours:
                 raise ConfigError(f"{kind.replace('_', ' ')} in the checkpoint of {cls.__name__}: {', '.join(ours)}")
         return (model, info) if output_loading_info else model
