@@ -12,7 +12,7 @@ from transformers import DynamicCache, StaticCache
 import siamesenorm
 from siamesenorm.probes import capture_streams
 from tests import oracle
-from tests.hosts.tiny import FAMILIES, SCHEMES, SIAMESE, rewired, shared, tokens
+from tests.hosts.tiny import FAMILIES, SCHEMES, SIAMESE, host, rewired, shared, tokens
 from tests.parity import relative_error
 
 
@@ -305,6 +305,33 @@ def test_recording_stops_where_it_is_not_asked_for():
     assert second.hidden_states is None
     assert torch.equal(first.logits, second.logits)
     assert len(model(input_ids=tokens(), output_hidden_states=True).hidden_states) == 4
+
+
+@torch.no_grad()
+def test_a_host_that_recorded_before_it_was_rewired():
+    results = []
+    for before in (False, True):
+        model = host()
+        model.set_attn_implementation("eager")
+        if before:
+            model(input_ids=tokens(), output_hidden_states=True, output_attentions=True)
+        siamesenorm.rewire(model, "siamese", x="hybrid")
+        results.append(model(input_ids=tokens(), output_hidden_states=True, output_attentions=True))
+    fresh, recorded = results
+    for name in ("hidden_states", "attentions"):
+        assert len(recorded[name]) == len(fresh[name])
+        assert all(torch.equal(a, b) for a, b in zip(recorded[name], fresh[name], strict=True))
+
+
+@torch.no_grad()
+def test_some_hidden_states_alone():
+    model = copy.deepcopy(shared())
+    every = model(input_ids=tokens(), output_hidden_states=True).hidden_states
+    some = model(input_ids=tokens(), output_hidden_states=[1, -1]).hidden_states
+    found = [h for h in some if h is not None]
+    assert len(found) == 2
+    assert torch.equal(found[0], every[1])
+    assert torch.equal(found[1], every[-1])
 
 
 @torch.no_grad()

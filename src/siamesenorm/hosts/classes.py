@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, OutputRecorder
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, OutputRecorder, install_all_output_capturing_hooks
 
 from ..hub.loading import key_names
 from ..residual import ConfigError, Norm, Readout, Sublayer
@@ -97,7 +97,17 @@ def swap_class(module: nn.Module) -> None:
     module.__class__ = residual_class(cls)
     if isinstance(module, PreTrainedModel):
         _CAN_RECORD_REGISTRY[module] = type(module)._can_record_outputs
+        _forget_recording(module)
         module._no_split_modules = _with_ours(module._no_split_modules)
+
+
+def _forget_recording(model: Any) -> None:
+    """Remove the hooks that a model has once it recorded hidden states; it gets new ones when it is asked again."""
+    model._output_capturing_hooks_installed = False
+    for module in model.modules():
+        for key, hook in list(module._forward_hooks.items()):
+            if getattr(hook, "__module__", None) == install_all_output_capturing_hooks.__module__:
+                del module._forward_hooks[key]
 
 
 def _with_ours(names: Iterable[str] | None) -> set[str]:
