@@ -433,6 +433,24 @@ def test_equal_seeds_give_equal_shared_weights(family):
         assert torch.equal(made[scheme + "-next"], made["pre-next"])
 
 
+@pytest.mark.parametrize("scheme", SIAMESE)
+def test_initialising_again_after_the_meta_device_keeps_x_init(scheme):
+    """transformers sets whatever is called a norm to 1."""
+    name, options = SCHEMES[scheme]
+    wanted = dict(hosts.build("llama", SHAPE, name, {**options, "x_init": 0.25}).named_parameters())
+    with torch.device("meta"):
+        model = hosts.build("llama", SHAPE, name, {**options, "x_init": 0.25})
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 9.0)
+    for module in model.modules():
+        model._init_weights(module)
+    for n, parameter in model.named_parameters():
+        if "norm" in n or n.endswith("c1"):
+            assert torch.equal(parameter, wanted[n]), n
+        assert not (parameter == 9).any()
+
+
 def test_build_refuses_what_it_does_not_know():
     with pytest.raises(ConfigError, match="no key 'hiden_size': did you mean 'hidden_size'"):
         hosts.build("llama", {"hiden_size": 32})

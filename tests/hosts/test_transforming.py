@@ -67,6 +67,15 @@ def test_checkpointing_with_a_cache_asked_for(reentrant):
     same(step(model, use_cache=True), expected, 1e-12)
 
 
+def test_checkpointing_with_a_cache_given():
+    from transformers import DynamicCache
+
+    model = rewired("llama", "hybrid-pre").train().double()
+    expected = step(model)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    same(step(model, cache=DynamicCache(config=model.config)), expected, 1e-12)
+
+
 def test_every_second_block_checkpointed():
     model = rewired("llama", "post-pre").train()
     expected = step(model)
