@@ -331,7 +331,6 @@ def test_a_family_whose_norm_is_a_layer_norm():
         name="starcoder2",
         modeling="transformers.models.starcoder2.modeling_starcoder2",
         prefix="Starcoder2",
-        block_class="Starcoder2DecoderLayer",
         roles={"q": ("self_attn.q_proj",), "mlp": ("mlp.c_fc", "mlp.c_proj")},
     )
     siamesenorm.register_host(table)

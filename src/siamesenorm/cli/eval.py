@@ -23,6 +23,7 @@ def evaluate(
     import torch
 
     from siamesenorm.data import arrays as token_arrays
+    from siamesenorm.data import corpus
     from siamesenorm.training.build import check_length, check_vocabulary, positions_of
     from siamesenorm.training.evaluate import evaluate as measure
     from siamesenorm.training.evaluate import held_out_sequences
@@ -30,7 +31,7 @@ def evaluate(
     path, recipe = model_folder(model_or_run)
     model, _ = load(path)
     check_vocabulary(model.config.vocab_size)
-    arrays = token_arrays.prepare(source or (recipe.data.source if recipe else "python-stdlib"))
+    arrays = token_arrays.prepare(source or (recipe.data.source if recipe else corpus.NAME))
     length = sequence_length or (recipe.data.sequence_length if recipe else min(256, positions_of(model) or 256))
     check_length(model, length, "--sequence-length")
     if sequences is None and recipe is not None and sequence_length is None:

@@ -51,11 +51,9 @@ class Host:
         prefix: what the class names start with.
         blocks: attribute of the base model that lists the blocks.
         final_norm: attribute of the base model that holds the final norm.
-        block_class: name of the class of a block.
         sublayers: the sublayers of a block, in order.
         roles: for a scheme's own initialisation, the block's linear maps by role: ``"q"``, ``"k"``, ``"v"``, ``"o"``
             (attention's output) and ``"mlp"``.
-        positions: the config's key for the longest sequence.
     """
 
     name: str
@@ -63,10 +61,8 @@ class Host:
     prefix: str
     blocks: str
     final_norm: str
-    block_class: str
     sublayers: tuple[SublayerRoles, ...]
     roles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    positions: str = "max_position_embeddings"
 
     @property
     def residual_type(self) -> str:
@@ -92,7 +88,6 @@ def _llama_like(name: str, prefix: str) -> Host:
         prefix=prefix,
         blocks="layers",
         final_norm="norm",
-        block_class=f"{prefix}DecoderLayer",
         sublayers=(
             SublayerRoles("attention", branch="self_attn", norm="input_layernorm"),
             SublayerRoles("mlp", branch="mlp", norm="post_attention_layernorm"),
