@@ -28,7 +28,7 @@ from siamesenorm.training.display import Lines
 from siamesenorm.training.evaluate import Evaluation
 from siamesenorm.training.events import Step
 from siamesenorm.training.recipe_files import load
-from siamesenorm.training.run import _quiet_engine, _RunLog
+from siamesenorm.training.run import RunLog, quiet_engine
 from siamesenorm.training.run_folder import RunFolder
 
 ROUNDS, STEPS = 8, 6
@@ -37,7 +37,7 @@ ROUNDS, STEPS = 8, 6
 class Alternating:
     """The run's own listener, which lets the bare loop have its turn after every few steps of the engine."""
 
-    def __init__(self, inner: _RunLog, bare: Iterator[float]) -> None:
+    def __init__(self, inner: RunLog, bare: Iterator[float]) -> None:
         self.inner, self.bare = inner, bare
         self.engine_times: list[float] = []
         self.bare_times: list[float] = []
@@ -91,11 +91,11 @@ def main() -> None:
             loss.item()
             yield time.perf_counter() - started
 
-    with tempfile.TemporaryDirectory() as folder, _quiet_engine(verbose=False):
+    with tempfile.TemporaryDirectory() as folder, quiet_engine(verbose=False):
         from siamesenorm.training import engine
 
         run = RunFolder(Path(folder))
-        log = _RunLog(run, recipe, Lines(recipe.train.log_every))
+        log = RunLog(run, recipe, Lines(recipe.train.log_every))
         listener = Alternating(log, bare_loop())
         model = build_model(recipe).to(device)
         engine.fit(

@@ -53,7 +53,9 @@ class Sub:
     keep_x: bool = False
 
 
-def siamese(h: Tensor, subs: Sequence[Sub], nx_out: Function, ny_out: Function) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+def siamese(
+    h: Tensor, subs: Sequence[Sub], nx_out: Function, ny_out: Function
+) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
     """The readout, and (X, Y) after every sublayer."""
     x = y = h
     states: list[tuple[Tensor, ...]] = []
@@ -255,7 +257,14 @@ def official_lm(
             nx = norm(block + "attn_norm") if starred else None
             subs += [
                 Sub(attentions[index], norm(block + "attn_y_norm"), nx=nx, c1=w.get(block + "c1"), c=c, keep_x=starred),
-                Sub(mlps[index], norm(block + "ff_y_norm"), norm(block + "ff_input_norm"), norm(block + "ff_norm"), c=c, keep_x=starred),
+                Sub(
+                    mlps[index],
+                    norm(block + "ff_y_norm"),
+                    norm(block + "ff_input_norm"),
+                    norm(block + "ff_norm"),
+                    c=c,
+                    keep_x=starred,
+                ),
             ]
         out, states = siamese(h, subs, norm("ln_f"), norm("ln_y_f"))
         out = norm("ln_final_f")(out)

@@ -43,7 +43,11 @@ CHANGES = {
     "wide-embedding": {"embedding_size": 64},
     "wide-embedding-tied": {"embedding_size": 64, "weight_tying": True},
     "no-affine": {"layer_norm_with_affine": False},
-    "no-affine-layer-norm": {"layer_norm_with_affine": False, "layer_norm_type": "default", "bias_for_layer_norm": True},
+    "no-affine-layer-norm": {
+        "layer_norm_with_affine": False,
+        "layer_norm_type": "default",
+        "bias_for_layer_norm": True,
+    },
     "mlp-ratio": {"mlp_hidden_size": None, "mlp_ratio": 2},
     "another-eps-and-theta": {"layer_norm_eps": 1e-3, "rope_theta": 500000},
 }

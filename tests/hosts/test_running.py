@@ -12,7 +12,7 @@ from transformers import DynamicCache, StaticCache
 import siamesenorm
 from siamesenorm.probes import capture_streams
 from tests import oracle
-from tests.hosts.tiny import FAMILIES, SCHEMES, SIAMESE, rewired, shared, tokens
+from tests.hosts.tiny import FAMILIES, SCHEMES, SIAMESE, host, rewired, shared, tokens
 from tests.parity import relative_error
 
 
@@ -242,6 +242,35 @@ def test_the_sliding_window_in_both_kernels_and_in_the_cache(scheme, family):
     assert relative_error(model(input_ids=tokens()).logits, full) < 1e-5
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_attention_functions_get_what_the_host_gives_them(family):
+    """Kernels such as flash attention take the window, scaling and dropout as arguments, not from the mask."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    seen = []
+
+    def spy(module, query, key, value, mask, **kwargs):
+        plain = {k: v for k, v in kwargs.items() if isinstance(v, int | float | str | None)}
+        seen.append((module.layer_idx, query.shape, key.shape, value.shape, plain))
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS.register("spy", spy)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("spy", sdpa_mask)
+    window = WINDOWED.get(family, {})
+    for model in (host(family, **window), rewired(family, "hybrid-pre", **window)):
+        model.set_attn_implementation("spy")
+        model(input_ids=tokens())
+    plain, ours = seen[:3], seen[3:]
+    if window:
+        assert all(call[-1]["sliding_window"] == 4 for call in ours)
+    for theirs, mine in zip(plain, ours, strict=True):
+        assert mine[:-1] == theirs[:-1]
+        assert mine[-1].items() >= {k: v for k, v in theirs[-1].items() if v is not None}.items()
+
+
 def test_windows_in_some_layers_alone():
     model = rewired("qwen3", "hybrid-pre", use_sliding_window=True, sliding_window=4, max_window_layers=2)
     assert model.config.layer_types == ["full_attention", "full_attention", "sliding_attention"]
@@ -305,6 +334,33 @@ def test_recording_stops_where_it_is_not_asked_for():
     assert second.hidden_states is None
     assert torch.equal(first.logits, second.logits)
     assert len(model(input_ids=tokens(), output_hidden_states=True).hidden_states) == 4
+
+
+@torch.no_grad()
+def test_a_host_that_recorded_before_it_was_rewired():
+    results = []
+    for before in (False, True):
+        model = host()
+        model.set_attn_implementation("eager")
+        if before:
+            model(input_ids=tokens(), output_hidden_states=True, output_attentions=True)
+        siamesenorm.rewire(model, "siamese", x="hybrid")
+        results.append(model(input_ids=tokens(), output_hidden_states=True, output_attentions=True))
+    fresh, recorded = results
+    for name in ("hidden_states", "attentions"):
+        assert len(recorded[name]) == len(fresh[name])
+        assert all(torch.equal(a, b) for a, b in zip(recorded[name], fresh[name], strict=True))
+
+
+@torch.no_grad()
+def test_some_hidden_states_alone():
+    model = copy.deepcopy(shared())
+    every = model(input_ids=tokens(), output_hidden_states=True).hidden_states
+    some = model(input_ids=tokens(), output_hidden_states=[1, -1]).hidden_states
+    found = [h for h in some if h is not None]
+    assert len(found) == 2
+    assert torch.equal(found[0], every[1])
+    assert torch.equal(found[1], every[-1])
 
 
 @torch.no_grad()

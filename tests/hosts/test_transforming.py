@@ -67,6 +67,15 @@ def test_checkpointing_with_a_cache_asked_for(reentrant):
     same(step(model, use_cache=True), expected, 1e-12)
 
 
+def test_checkpointing_with_a_cache_given():
+    from transformers import DynamicCache
+
+    model = rewired("llama", "hybrid-pre").train().double()
+    expected = step(model)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    same(step(model, cache=DynamicCache(config=model.config)), expected, 1e-12)
+
+
 def test_every_second_block_checkpointed():
     model = rewired("llama", "post-pre").train()
     expected = step(model)
@@ -249,7 +258,9 @@ def test_sharded_in_bf16_with_float32_streams(mesh, scheme):
 def test_adapters_merge(scheme):
     model = rewired("llama", scheme)
     before = model(input_ids=tokens()).logits
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "down_proj"]))
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "down_proj"])
+    )
     torch.testing.assert_close(adapted(input_ids=tokens()).logits, before)
     trainable = {n for n, p in adapted.named_parameters() if p.requires_grad}
     assert len(trainable) == 3 * 4 * 2
@@ -269,7 +280,9 @@ def test_adapters_merge(scheme):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_adapters_under_activation_checkpointing(reentrant):
     model = rewired("llama", "hybrid-pre")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["v_proj"], init_lora_weights=False)).train()
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules=["v_proj"], init_lora_weights=False)
+    ).train()
     adapted.enable_input_require_grads()
     adapted(input_ids=tokens(), labels=tokens()).loss.backward()
     expected = {n: p.grad.clone() for n, p in adapted.named_parameters() if p.grad is not None}
@@ -294,7 +307,9 @@ def test_blocks_are_not_split_over_devices():
     for made in (model, hosts.build("llama", SHAPE, "siamese"), siamesenorm.rewire(host().model, "siamese")):
         assert names <= set(made._no_split_modules)
     size = sum(p.numel() * 4 for p in model.parameters())
-    placed = infer_auto_device_map(model, {0: size // 2, "cpu": size}, no_split_module_classes=list(model._no_split_modules))
+    placed = infer_auto_device_map(
+        model, {0: size // 2, "cpu": size}, no_split_module_classes=list(model._no_split_modules)
+    )
     assert not any(name.startswith("model.layers.") and name.count(".") > 2 for name in placed)
 
 

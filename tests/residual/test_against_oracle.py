@@ -173,13 +173,13 @@ def test_a_parallel_block_reads_and_writes_once():
     w = dict(stack.named_parameters())
     subs = [
         oracle.Sub(
-            stack.blocks[l].branches[0],
-            oracle.norm_of(w, f"blocks.{l}.residuals.0.norm_y"),
-            oracle.norm_of(w, f"blocks.{l}.norms.0"),
-            oracle.norm_of(w, f"blocks.{l}.residuals.0.norm_x"),
-            c=oracle.scale("code", 2 * l),
+            stack.blocks[block].branches[0],
+            oracle.norm_of(w, f"blocks.{block}.residuals.0.norm_y"),
+            oracle.norm_of(w, f"blocks.{block}.norms.0"),
+            oracle.norm_of(w, f"blocks.{block}.residuals.0.norm_x"),
+            c=oracle.scale("code", 2 * block),
         )
-        for l in range(2)
+        for block in range(2)
     ]
     out, _ = oracle.siamese(h, subs, oracle.norm_of(w, "readout.norm_x"), oracle.norm_of(w, "readout.norm_y"))
     assert relative_error(stack(h), oracle.norm_of(w, "norm")(out)) < 1e-10
@@ -208,7 +208,10 @@ def test_nx_at_zero_is_pre_norm_whose_norm_is_nin_of_ny(kind):
         return lambda y: norm(outer)(norm(inner)(y))
 
     pairs = [
-        (stack.blocks[i // 2].branches[i % 2], of_both(f"blocks.{i // 2}.norms.{i % 2}", f"blocks.{i // 2}.residuals.{i % 2}.norm_y"))
+        (
+            stack.blocks[i // 2].branches[i % 2],
+            of_both(f"blocks.{i // 2}.norms.{i % 2}", f"blocks.{i // 2}.residuals.{i % 2}.norm_y"),
+        )
         for i in range(6)
     ]
     out, states = oracle.pre(h, pairs)
@@ -246,7 +249,9 @@ def test_that_post_norm_is_the_scheme_post_with_its_norms_one_place_on():
     set_to(siamese, "blocks.0.residuals.0.norm_x", 1.0)
     h = oracle.rms_norm(h)
     with torch.no_grad():
-        reads = [siamese.blocks[i // 2].residuals[i % 2].norm_x.weight for i in range(6)] + [siamese.readout.norm_x.weight]
+        reads = [siamese.blocks[i // 2].residuals[i % 2].norm_x.weight for i in range(6)] + [
+            siamese.readout.norm_x.weight
+        ]
         for i, weight in enumerate(reads[1:]):
             post.blocks[i // 2].residuals[i % 2].norm.weight.copy_(weight)
         post.norm.weight.copy_(siamese.norm.weight)

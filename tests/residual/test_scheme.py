@@ -29,7 +29,13 @@ from siamesenorm.residual import (
 from siamesenorm.residual import scheme as scheme_module
 
 SPEC = NormSpec("rms", 8)
-ALL = [("pre", {}), ("post", {}), ("siamese", {}), ("siamese", {"x": "hybrid"}), ("siamese", {"x": "hybrid", "first_block_pre": True})]
+ALL = [
+    ("pre", {}),
+    ("post", {}),
+    ("siamese", {}),
+    ("siamese", {"x": "hybrid"}),
+    ("siamese", {"x": "hybrid", "first_block_pre": True}),
+]
 
 
 def linear_stack(scheme="siamese", blocks=2, **options):
@@ -108,7 +114,9 @@ def test_an_object_takes_no_options_and_is_not_changed():
 
 
 def test_options_rebuild_the_scheme():
-    made = make_scheme("siamese", x="hybrid", first_block_pre=True, depth_scale="none", x_init=0, stream_dtype="float32")
+    made = make_scheme(
+        "siamese", x="hybrid", first_block_pre=True, depth_scale="none", x_init=0, stream_dtype="float32"
+    )
     assert make_scheme(made.name, **made.options()) == made
 
 

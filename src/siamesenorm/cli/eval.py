@@ -25,6 +25,7 @@ def evaluate(
     import torch
 
     from siamesenorm.data import arrays as token_arrays
+    from siamesenorm.data import corpus
     from siamesenorm.data.tokenizer import fingerprint
     from siamesenorm.residual import ConfigError
     from siamesenorm.training.build import check_length, check_vocabulary, positions_of
@@ -34,7 +35,7 @@ def evaluate(
 
     path, recipe = model_folder(model_or_run)
     model, tokenizer = load(path)
-    source = source or (recipe.data.source if recipe else "python-stdlib")
+    source = source or (recipe.data.source if recipe else corpus.NAME)
     check_vocabulary(model.config.vocab_size, token_arrays.vocabulary(source))
     arrays = token_arrays.prepare(source)
     if fingerprint(tokenizer) != arrays.tokenizer_sha256:

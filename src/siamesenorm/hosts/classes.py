@@ -15,8 +15,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, OutputRecorder
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY, OutputRecorder, install_all_output_capturing_hooks
 
+from ..hub.loading import key_names
 from ..residual import ConfigError, Norm, Readout, Sublayer
 from .attention import HeadNormedAttention
 from .block import ReadoutNorm, ResidualBlock, Tap
@@ -58,9 +59,8 @@ class ResidualModel(PreTrainedModel):
         prefix = "" if model.base_model is model else model.base_model_prefix + "."
         base = tuple(f"{prefix}{name}." for name, _ in model.base_model.named_children())
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            names = sorted(str(key[0] if isinstance(key, tuple) else key) for key in info.get(kind) or ())
             # What belongs to a head may come and go: a language model's body becomes a classifier's.
-            ours = [name for name in names if name.startswith(base)]
+            ours = [name for name in key_names(info, kind) if name.startswith(base)]
             if ours:
                 raise ConfigError(f"{kind.replace('_', ' ')} in the checkpoint of {cls.__name__}: {', '.join(ours)}")
         return (model, info) if output_loading_info else model
@@ -100,7 +100,17 @@ def swap_class(module: nn.Module) -> None:
     module.__class__ = residual_class(cls)
     if isinstance(module, PreTrainedModel):
         _CAN_RECORD_REGISTRY[module] = type(module)._can_record_outputs
+        _forget_recording(module)
         module._no_split_modules = _with_ours(module._no_split_modules)
+
+
+def _forget_recording(model: Any) -> None:
+    """Remove the hooks that a model has once it recorded hidden states; it gets new ones when it is asked again."""
+    model._output_capturing_hooks_installed = False
+    for module in model.modules():
+        for key, hook in list(module._forward_hooks.items()):
+            if getattr(hook, "__module__", None) == install_all_output_capturing_hooks.__module__:
+                del module._forward_hooks[key]
 
 
 def _with_ours(names: Iterable[str] | None) -> set[str]:

@@ -51,7 +51,10 @@ def scheme_of(config: Any) -> Scheme:
     if not isinstance(saved, Mapping) or "name" not in saved:
         raise ConfigError("this config carries no residual scheme: key 'residual_scheme' is missing or has no 'name'")
     options = dict(saved)
-    if options.pop("format", _FORMAT) > _FORMAT:
+    version = options.pop("format", _FORMAT)
+    if not isinstance(version, int):
+        raise ConfigError(f"the residual scheme of this config has format {version!r}, which is no whole number")
+    if version > _FORMAT:
         raise ConfigError("this model was saved by a newer version of siamesenorm: update the package to load it")
     return make_scheme(options.pop("name"), **options)
 

@@ -22,7 +22,8 @@ class HostNorms:
 
     Args:
         host: its family.
-        override: what the config's ``residual_norm`` says, where the norms are not of the family's kind: fields @
+        override: what the config's ``residual_norm`` says, where the norms are not of the family's kind: fields of
+            :class:`~siamesenorm.residual.NormSpec`, and ``affine_heads``, which gives per-head norms a weight all the same.
     """
 
     def __init__(self, host: Host, override: Mapping[str, Any] | None = None) -> None:

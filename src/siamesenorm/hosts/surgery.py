@@ -84,9 +84,9 @@ def build(
         ConfigError: an unknown host, config key, scheme or option.
     """
     made = model_config(host, config, scheme, options)
-    cls = residual_class(get_host(host).causal_lm_class())
+    host_class: Any = get_host(host).causal_lm_class()
     try:
-        return cls(made)
+        return residual_class(host_class)(made)
     except (ValueError, ArithmeticError, RuntimeError) as error:
         raise ConfigError(f"cannot build this {host} model: {' '.join(str(error).split())}") from error
 

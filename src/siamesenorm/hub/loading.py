@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..residual import ConfigError
 
-__all__ = ["load"]
+__all__ = ["key_names", "load"]
 
 
 def load(path: str | Path, **kwargs: Any) -> Any:
@@ -35,11 +36,29 @@ def load(path: str | Path, **kwargs: Any) -> Any:
         raise ConfigError(f"cannot read '{config}': {error}") from None
     if not any(path.glob("*.safetensors")):
         raise ConfigError(f"'{path}' holds no weights: there is no .safetensors file in it")
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
     try:
-        return AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, local_files_only=True, **kwargs)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            # transformers' own error for these does not say which they are.
+            ignore_mismatched_sizes=True,
+            **kwargs,
+        )
     except ConfigError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise ConfigError(f"cannot load the model in '{path}': {' '.join(str(error).split())}") from error
+    for kind in ("missing_keys", "mismatched_keys"):
+        if names := key_names(info, kind):
+            raise ConfigError(f"{kind.replace('_', ' ')} in the checkpoint '{path}': {', '.join(names)}")
+    return model
+
+
+def key_names(info: Mapping[str, Any], kind: str) -> list[str]:
+    """The parameters listed under ``kind`` in what transformers says of a loading, sorted."""
+    return sorted(str(key[0] if isinstance(key, tuple) else key) for key in info.get(kind) or ())

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..residual import Block, ConfigError, Streams, finished
@@ -34,11 +35,14 @@ def capture_streams(model: nn.Module) -> Iterator[list[Streams]]:
         raise ConfigError(f"a {type(model).__name__} has no residual streams to capture: rewire it first")
     captured: list[Streams] = []
 
+    # A block in an activation checkpoint of someone else's runs again in the backward pass, which is no new forward.
     def clear(module: nn.Module, args: Any) -> None:
-        captured.clear()
+        if not _in_backward():
+            captured.clear()
 
     def record(module: nn.Module, args: Any, output: Streams) -> None:
-        captured.append(finished(output))
+        if not _in_backward():
+            captured.append(finished(output))
 
     handles = [blocks[0].register_forward_pre_hook(clear)]
     handles += [block.register_forward_hook(record) for block in blocks]
@@ -47,3 +51,7 @@ def capture_streams(model: nn.Module) -> Iterator[list[Streams]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)

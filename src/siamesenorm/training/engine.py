@@ -273,9 +273,10 @@ def fit(
         NonFiniteError: where the loss or the gradient is not finite; nothing is written after that.
         ConfigError: where no checkpoint of a run that has some can be loaded.
     """
-    trainer, recorder = assemble(
-        model, scheme, recipe, arrays, folder=folder, device=device, listener=listener, validate=validate
-    )
+    module = _module(model, scheme, recipe, device)
+    loader = _data_loader(recipe, arrays, folder / "order", device)
+    recorder = Recorder(listener=listener, validate=validate, validate_every=recipe.train.validate_every)
+    trainer = _trainer(module, loader, recipe, recorder, folder, device)
     listener.resumed(_load_newest(trainer, folder, listener))
     trainer.fit()
     # The engine removes a checkpoint that has become one too many at the step after, which the last step has not.
@@ -290,28 +291,14 @@ def fit(
     )
 
 
-def assemble(
-    model: PreTrainedModel,
-    scheme: Scheme,
-    recipe: Recipe,
-    arrays: TokenArrays,
-    *,
-    folder: Path,
-    device: torch.device,
-    listener: Listener,
-    validate: Callable[[], Evaluation],
-) -> tuple[Trainer, Recorder]:
-    """The engine's trainer for a run, with the callback that reports on it; arguments as for `fit`."""
+def _module(model: PreTrainedModel, scheme: Scheme, recipe: Recipe, device: torch.device) -> CausalLMModule:
+    """What the engine drives."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("this version trains in one process; start it without torchrun")
     train = recipe.train
     if train.activation_checkpointing:
-        # Newer versions of transformers call it by the second name and warn at the first.
-        if hasattr(model, "activation_checkpointing_enable"):
-            model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-        else:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    module = CausalLMModule(
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    return CausalLMModule(
         model,
         _optimizer(model, scheme, recipe),
         CosWithWarmup(warmup=recipe.schedule.warmup_steps, alpha_f=recipe.schedule.final_fraction),
@@ -324,7 +311,18 @@ def assemble(
         compile=train.compile,
         mask=document_mask(recipe),
     )
-    recorder = Recorder(listener=listener, validate=validate, validate_every=train.validate_every)
+
+
+def _trainer(
+    module: CausalLMModule,
+    loader: NumpyFSLDataLoader,
+    recipe: Recipe,
+    recorder: Recorder,
+    folder: Path,
+    device: torch.device,
+) -> Trainer:
+    """The engine's loop over a run's steps, with the callbacks that report and save."""
+    train = recipe.train
     config = TrainerConfig(
         save_folder=str(folder),
         load_strategy=LoadStrategy.never,
@@ -345,7 +343,7 @@ def assemble(
             ),
         },
     )
-    return config.build(module, _data_loader(recipe, arrays, folder / "order", device)), recorder
+    return config.build(module, loader)
 
 
 def _optimizer(model: PreTrainedModel, scheme: Scheme, recipe: Recipe) -> torch.optim.Optimizer:

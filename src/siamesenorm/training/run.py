@@ -116,10 +116,10 @@ def _fit_and_save(
     validate: Callable[[], Evaluation],
     verbose: bool,
 ) -> Result:
-    with _quiet_engine(verbose):
+    with quiet_engine(verbose):
         from siamesenorm.training import engine
 
-        log = _RunLog(folder, recipe, display)
+        log = RunLog(folder, recipe, display)
         try:
             outcome = engine.fit(
                 model,
@@ -165,7 +165,7 @@ def _fit_and_save(
     return Result("finished", folder, json.loads(folder.summary.read_text()))
 
 
-class _RunLog:
+class RunLog:
     """Hears each step from the engine; writes ``metrics.jsonl`` and passes it on to the display."""
 
     def __init__(self, folder: RunFolder, recipe: Recipe, display: Display) -> None:
@@ -175,12 +175,14 @@ class _RunLog:
         self._flushed = time.monotonic()
 
     def resumed(self, step: int) -> None:
+        """Cut what a resumed run will write again, and start the display."""
         self._metrics.open_after(step)
         if step:
             self._display.note(f"going on after step {step}")
         self._display.begin(step, self._steps)
 
     def step(self, step: Step) -> None:
+        """Write the step down and show it."""
         line: dict[str, Any] = {
             "step": step.step,
             "loss": step.loss,
@@ -199,37 +201,35 @@ class _RunLog:
         self._display.step(step)
 
     def flush(self) -> None:
+        """Hand the written lines to the operating system."""
         self._metrics.flush()
 
     def warn(self, message: str) -> None:
+        """Show a warning."""
         self._display.warn(message)
 
     def close(self) -> None:
+        """Close the file and the display."""
         self._metrics.close()
         self._display.end()
 
 
-class _quiet_engine:  # noqa: N801  # used as a verb
+@contextmanager
+def quiet_engine(verbose: bool) -> Iterator[None]:
     """Keep the engine's log to itself unless it is asked for; what matters of it is raised or shown by us."""
-
-    def __init__(self, verbose: bool) -> None:
-        self._verbose = verbose
-        self._logger = logging.getLogger("olmo_core")
-        self._level = self._logger.level
-        self._warnings = warnings.catch_warnings()
-
-    def __enter__(self) -> None:
-        self._warnings.__enter__()
-        if self._verbose:
+    logger = logging.getLogger("olmo_core")
+    level = logger.level
+    with warnings.catch_warnings():
+        if verbose:
             logging.basicConfig(level=logging.INFO)
-            return
-        self._logger.setLevel(logging.CRITICAL + 1)
-        # Said at each checkpoint of a single process, which is nothing unusual here.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-
-    def __exit__(self, *exception: Any) -> None:
-        self._logger.setLevel(self._level)
-        self._warnings.__exit__(*exception)
+        else:
+            logger.setLevel(logging.CRITICAL + 1)
+            # Said at each checkpoint of a single process, which is nothing unusual here.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
 
 
 def _summary(
