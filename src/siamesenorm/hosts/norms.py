@@ -23,7 +23,7 @@ class HostNorms:
     Args:
         host: its family.
         override: what the config's ``residual_norm`` says, where the norms are not of the family's kind: fields of
-            :class:`~siamesenorm.residual.NormSpec`, and ``affine_heads``, which gives per-head norms a weight all the same.
+            :class:`~siamesenorm.residual.NormSpec`, and ``affine_heads``: per-head norms learn a weight even so.
     """
 
     def __init__(self, host: Host, override: Mapping[str, Any] | None = None) -> None:
