@@ -1,4 +1,4 @@
-"""``python -m siamesenorm``."""
+"""``python -m siamesenorm``, which is how ``torchrun`` starts the command line."""
 
 from siamesenorm.cli import main
 

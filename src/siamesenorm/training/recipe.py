@@ -21,13 +21,15 @@ class ModelRecipe:
     """A host, the residual scheme put into it, and the host's size.
 
     ``options`` belong to the scheme and ``config`` holds the keys of the host's own Hugging Face configuration; what
-    both may hold is checked where the scheme and the host are built.
+    both may hold is checked where the scheme and the host are built. With ``pretrained``, a saved model's folder or hub
+    name, training starts from its weights, and ``config`` holds what to change in its configuration.
     """
 
     host: str
     scheme: str
     options: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    pretrained: str | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,14 @@ class TrainRecipe:
     second for one forward pass on one process (null: all of the process's share). Intervals are in steps.
     ``precision`` is ``float32``, or ``bfloat16`` for autocast over float32 weights. ``device`` is ``auto``, ``cpu`` or
     ``cuda``.
+
+    ``parallel`` says how several processes share the model: each holds all of it (``ddp``), or a part (``fsdp``), or
+    groups of ``shard_degree`` processes (null: those of one machine) hold it in parts (``hsdp``); ``auto`` is ``fsdp``.
+    A single process trains without any of them.
+
+    ``router_loss`` says over which tokens a mixture of experts balances its routers: each ``sequence``, so that no
+    split of the batch changes anything, or each ``micro_batch``. ``skip_nonfinite`` is the number of steps in a row
+    that may be left out because their loss or gradient is not finite, before the run stops.
     """
 
     steps: int
@@ -94,6 +104,10 @@ class TrainRecipe:
     compile: bool = False
     activation_checkpointing: bool = False
     device: str = "auto"
+    parallel: str = "auto"
+    shard_degree: int | None = None
+    router_loss: str = "sequence"
+    skip_nonfinite: int = 0
     validate_every: int = 100
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
@@ -254,8 +268,9 @@ def _check_ranges(recipe: Recipe) -> None:
         ("optim.weight_decay", optim.weight_decay, 0),
         *[(f"train.{name}", getattr(train, name), 1) for name in (
             "steps", "batch_size", "micro_batch_size", "validate_every", "checkpoint_every", "keep_checkpoints",
-            "log_every",
+            "log_every", "shard_degree",
         )],
+        ("train.skip_nonfinite", train.skip_nonfinite, 0),
     ]  # fmt: skip
     for key, value, least in at_least:
         if value is not None and not value >= least:
@@ -274,11 +289,18 @@ def _check_ranges(recipe: Recipe) -> None:
         raise ConfigError(
             f"schedule.warmup_steps ({recipe.schedule.warmup_steps}) must not exceed train.steps ({train.steps})"
         )
-    choices = {"precision": ("float32", "bfloat16"), "device": ("auto", "cpu", "cuda")}
+    choices = {
+        "precision": ("float32", "bfloat16"),
+        "device": ("auto", "cpu", "cuda"),
+        "parallel": ("auto", "ddp", "fsdp", "hsdp"),
+        "router_loss": ("sequence", "micro_batch"),
+    }
     for name, valid in choices.items():
         value = getattr(train, name)
         if value not in valid:
             raise ConfigError(f"train.{name} must be one of {', '.join(valid)}, not {value!r}; {nearest(value, valid)}")
+    if train.shard_degree is not None and train.parallel != "hsdp":
+        raise ConfigError(f"train.shard_degree belongs to train.parallel=hsdp, not to {train.parallel}")
     if train.micro_batch_size is not None and train.batch_size % train.micro_batch_size:
         raise ConfigError(
             f"train.batch_size ({train.batch_size}) must be a multiple of train.micro_batch_size "
