@@ -88,6 +88,11 @@ def _folder(source: str) -> Path:
         raise ConfigError(f"the preparation of {source} has not finished; the command that began it goes on with it")
     if path.exists():
         raise ConfigError(f"{source} is not prepared; 'siamesenorm data prepare {source} --out DIR' makes DIR of it")
+    if path.parent != Path("."):
+        raise ConfigError(
+            f"unknown data source: there is no folder {source}; it can be made of text files or of a dataset on the hub, "
+            f"by siamesenorm data prepare SOURCE --tokenizer NAME --out {source}"
+        )
     raise ConfigError(
         f"unknown data source {source!r}; {nearest(source, [corpus.NAME])} A folder made by 'siamesenorm data prepare' "
         "is one too, and there is none of this name"

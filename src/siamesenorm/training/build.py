@@ -27,14 +27,22 @@ def scheme_of(recipe: Recipe) -> Scheme:
     return make_scheme(recipe.model.scheme, **recipe.model.options)
 
 
-def build_model(recipe: Recipe) -> PreTrainedModel:
+def build_model(recipe: Recipe, *, needs_data: bool = True) -> PreTrainedModel:
     """The recipe's model, initialised from its seed on torch's current default device.
 
     The vocabulary and the ids of the document end and of padding are the tokeniser's unless the recipe gives them.
 
+    Args:
+        recipe: what to build.
+        needs_data: whether the data must be there; otherwise its tokeniser is not asked where the recipe itself gives
+            ``model.config.vocab_size``.
+
     Raises:
         ConfigError: for an unknown host, scheme, option or configuration key, or a vocabulary that is not the data's.
     """
+    if not needs_data and "vocab_size" in recipe.model.config:
+        unknown = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        return _build(recipe, {**unknown, **recipe.model.config})
     vocabulary = token_arrays.vocabulary(recipe.data.source)
     config: dict[str, Any] = {
         "vocab_size": vocabulary.size,
@@ -51,24 +59,32 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
             f"model.config.eos_token_id ({config['eos_token_id']}) is not what ends the documents in "
             f"{recipe.data.source} ({vocabulary.eos_id}); leave it out"
         )
+    return _build(recipe, config)
+
+
+def _build(recipe: Recipe, config: dict[str, Any]) -> PreTrainedModel:
     torch.manual_seed(recipe.seed)
     return hosts.build(recipe.model.host, config, recipe.model.scheme, dict(recipe.model.options))
 
 
-def check(recipe: Recipe) -> PreTrainedModel:
+def check(recipe: Recipe, *, needs_data: bool = True) -> PreTrainedModel:
     """Refuse a recipe that could not be trained; what comes back is its model on the meta device, without weights.
+
+    Args:
+        recipe: what to check.
+        needs_data: as in `build_model`.
 
     Raises:
         ConfigError: naming what does not fit together.
     """
     with torch.device("meta"):
-        model = build_model(recipe)
+        model = build_model(recipe, needs_data=needs_data)
     if not hosts.blocks(model):
         raise ConfigError("the model has no blocks; give it at least one")
     check_length(model, recipe.data.sequence_length, "data.sequence_length")
-    mask = document_mask(recipe)
-    if mask is not None:
-        mask.check(model, recipe.data.sequence_length)
+    if recipe.data.document_masking:
+        # What a mask can be put into does not depend on the token that ends a document.
+        DocumentMask(eos_id=0).check(model, recipe.data.sequence_length)
     return model
 
 

@@ -1,4 +1,4 @@
-"""Recipes as YAML files, and ``key.sub=value`` overrides on top of them."""
+"""Recipes as YAML files, what they take from one another, and ``key.sub=value`` overrides on top of them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import yaml
 
 from siamesenorm.residual import ConfigError, nearest
 from siamesenorm.training.recipe import Recipe, from_mapping, nearest_key, open_mappings, to_mapping, valid_keys
+
+_EXTENDS = "extends"
 
 
 class _Loader(yaml.SafeLoader):
@@ -53,14 +55,15 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
     """A recipe by name or path, with overrides applied.
 
     Args:
-        recipe: the name of a recipe of the package, or the path of a YAML file.
+        recipe: the name of a recipe of the package, or the path of a YAML file. Its key ``extends``, a name or a path
+            relative to its own folder, takes all values that it does not give itself from another recipe.
         overrides: ``key.sub=value`` texts; values are read as YAML. One that changes ``model.scheme`` drops the
-            recipe's own ``model.options``, which belong to the other scheme.
+            recipe's own ``model.options``, which belong to the other scheme; so does a recipe that extends another.
 
     Raises:
         ConfigError: for a recipe that does not exist or cannot be read, and all that `from_mapping` refuses.
     """
-    tree = read(find(recipe))
+    tree = _extended(find(recipe))
     tree.setdefault("name", Path(recipe).stem)
     return from_mapping(_apply(tree, overrides))
 
@@ -71,8 +74,8 @@ def find(recipe: str) -> Path:
     Raises:
         ConfigError: naming the nearest recipe.
     """
-    path = Path(recipe)
-    if path.suffix in (".yaml", ".yml") or path.parent != Path("."):
+    if _is_path(recipe):
+        path = Path(recipe)
         if path.is_file():
             return path
         raise ConfigError(f"there is no recipe file '{recipe}'; the package's recipes: {', '.join(recipe_names())}")
@@ -80,6 +83,11 @@ def find(recipe: str) -> Path:
     if not recipe or not packaged.is_file():
         raise ConfigError(f"unknown recipe '{recipe}'; {nearest(recipe, recipe_names())}")
     return packaged
+
+
+def _is_path(recipe: str) -> bool:
+    path = Path(recipe)
+    return path.suffix in (".yaml", ".yml") or path.parent != Path(".")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -104,6 +112,41 @@ def dump(recipe: Recipe) -> str:
     return yaml.safe_dump(to_mapping(recipe), sort_keys=False, allow_unicode=True)
 
 
+def _extended(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The mapping in a file on top of the one that it extends."""
+    tree = read(path)
+    if _EXTENDS not in tree:
+        return tree
+    parent = tree.pop(_EXTENDS)
+    if not isinstance(parent, str):
+        raise ConfigError(f"{_EXTENDS} in {path} must be a recipe's name or path, not {parent!r}")
+    base = find(str(path.parent / parent) if _is_path(parent) else parent).resolve()
+    chain = (*below, path.resolve())
+    if base in chain:
+        raise ConfigError(f"{path} extends itself, by way of {base}")
+    inherited = _extended(base, chain)
+    inherited.pop("name", None)
+    model = tree.get("model")
+    _drop_options(inherited, model.get("scheme") if isinstance(model, dict) else None)
+    return _merged(inherited, tree)
+
+
+def _drop_options(tree: dict[str, Any], scheme: Any) -> None:
+    """Take the scheme's options out of a recipe that is about to be given another scheme."""
+    model = tree.get("model")
+    if scheme is not None and isinstance(model, dict) and model.get("scheme") != scheme:
+        model.pop("options", None)
+
+
+def _merged(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` put in, mapping by mapping."""
+    out = dict(base)
+    for key, value in changes.items():
+        old = out.get(key)
+        out[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return out
+
+
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
@@ -120,10 +163,7 @@ def _apply(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"{key} is given twice, as {changes[key]!r} and as {parsed!r}")
         changes[key] = parsed
     out = _copy(tree)
-    scheme = changes.get("model.scheme")
-    model = out.get("model")
-    if scheme is not None and isinstance(model, dict) and model.get("scheme") != scheme:
-        model.pop("options", None)
+    _drop_options(out, changes.get("model.scheme"))
     for key, value in changes.items():
         _set(out, key, value)
     return out
