@@ -24,7 +24,21 @@ SHAPE = {
     "eos_token_id": None,
 }
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-PREFIX = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+PREFIX = {
+    "gemma": "Gemma",
+    "gpt2": "GPT2",
+    "gpt_neox": "GPTNeoX",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "olmo": "Olmo",
+    "olmoe": "Olmoe",
+    "phi": "Phi",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "stablelm": "StableLm",
+}
 SCHEMES = {
     "post-pre": ("siamese", {"x": "post"}),
     "hybrid-pre": ("siamese", {"x": "hybrid"}),

@@ -23,7 +23,8 @@ class HostNorms:
     Args:
         host: its family.
         override: what the config's ``residual_norm`` says, where the norms are not of the family's kind: fields of
-            :class:`~siamesenorm.residual.NormSpec`, and ``affine_heads``: per-head norms learn a weight even so.
+            :class:`~siamesenorm.residual.NormSpec`, and ``affine_heads``: per-head norms learn a weight (and a bias, if
+            the override has one) even so.
     """
 
     def __init__(self, host: Host, override: Mapping[str, Any] | None = None) -> None:
@@ -38,7 +39,7 @@ class HostNorms:
             ConfigError: none that is known.
         """
         if isinstance(norm, Norm):
-            return NormSpec(norm.kind, norm.size, norm.eps, norm.bias is not None, norm.weight is not None, norm.offset)
+            return norm.spec
         name, weight = type(norm).__name__, getattr(norm, "weight", None)
         eps = next(
             (getattr(norm, key) for key in ("variance_epsilon", "eps") if hasattr(norm, key)), self.host.norm_eps
@@ -79,13 +80,14 @@ class HostNorms:
             elif role in roles:
                 spec = self.for_scheme(norm).resized(getattr(attention, self.host.attention.head_dim))
                 if self.affine_heads:
-                    spec = replace(spec, affine=True)
+                    spec = replace(spec, affine=True, bias=self.override.get("bias", spec.bias))
                 setattr(attention, name, self.like(spec.build(), norm, attention))
                 added = True
         return added
 
     def like(self, module: M, *references: nn.Module) -> M:
-        """``module`` on the device and in the dtype of the first reference that has parameters."""
+        """``module`` in the mode of the first reference, on the device and in the dtype of the first with parameters."""
+        module.train(references[0].training)
         for reference in references:
             for parameter in reference.parameters():
                 return module.to(device=parameter.device, dtype=parameter.dtype)

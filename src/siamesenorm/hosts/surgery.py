@@ -149,7 +149,7 @@ def _install_block(
 ) -> list[str]:
     """Rewire one block; the names of trained norms that were removed."""
     swap_class(block)
-    block.scheme, block.tap = scheme, Tap()
+    block.scheme, block.tap = scheme, Tap().train(block.training)
     placed, removed = [], []
     for branches, site in sublayers:
         place = scheme.input_norm(site)
