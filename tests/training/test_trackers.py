@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -161,8 +163,18 @@ def test_two_folders_are_two_wandb_runs(stub, tiny, tmp_path):
     assert len(stub.runs) == 2
 
 
-def test_wandb_disabled_by_its_own_variable(tiny, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "disabled")
+@pytest.fixture
+def wandb_mode(monkeypatch) -> Iterator[Callable[[str], None]]:
+    """Sets ``WANDB_MODE``, which the package reads once in a process."""
+    import wandb
+
+    wandb.teardown()
+    yield lambda mode: monkeypatch.setenv("WANDB_MODE", mode)
+    wandb.teardown()
+
+
+def test_wandb_disabled_by_its_own_variable(tiny, tmp_path, wandb_mode):
+    wandb_mode("disabled")
     trackers = Tracking(wandb="project").open(tmp_path, tiny(), fail)
     session(trackers, 0, [step(1)], {"val_loss": 1.0})
 
@@ -174,8 +186,8 @@ def test_wandb_hears_how_a_run_ended(stub, tiny, tmp_path, summary, code):
     assert run.exits == [code]
 
 
-def test_wandb_offline(tiny, tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("WANDB_MODE", "offline")
+def test_wandb_offline(tiny, tmp_path, wandb_mode, capfd):
+    wandb_mode("offline")
     recipe = tiny()
     for after in (0, 2):
         session(
@@ -277,8 +289,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(at, tmp_path):
     assert sorted(scalars(tmp_path)["train/loss"]) == [1, 2, 3]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_full_disk_under_tensorboard_is_a_warning(tmp_path):
+def test_a_full_disk_under_tensorboard_is_a_warning(tmp_path, monkeypatch):
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
     said: list[str] = []
@@ -286,11 +297,13 @@ def test_a_full_disk_under_tensorboard_is_a_warning(tmp_path):
     trackers = Trackers({"TensorBoard": board}, said.append)
     trackers.resumed(0)
     # The writer works in a thread of its own, so its error comes up at a later call.
-    record = board._writer.file_writer.event_writer._async_writer._writer
-    record._writer = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    monkeypatch.setattr(threading, "excepthook", lambda error: None)
+    writer = board._writer.file_writer.event_writer._async_writer
+    writer._writer._writer = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
     for number in range(1, 40):
         trackers.step(step(number))
         trackers.flush()
     trackers.close(None)
+    writer._worker.join()
     assert len(said) == 1
     assert "No space left" in said[0]

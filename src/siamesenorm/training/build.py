@@ -15,6 +15,7 @@ from siamesenorm.data import corpus
 from siamesenorm.data.shards import TokenArrays
 from siamesenorm.data.tokenizer import Vocabulary
 from siamesenorm.residual import ConfigError, Scheme, make_scheme
+from siamesenorm.training import pretrained
 from siamesenorm.training.documents import DocumentMask
 from siamesenorm.training.recipe import Recipe
 
@@ -28,18 +29,26 @@ def scheme_of(recipe: Recipe) -> Scheme:
 
 
 def build_model(recipe: Recipe, *, needs_data: bool = True) -> PreTrainedModel:
-    """The recipe's model, initialised from its seed on torch's current default device.
+    """The recipe's model on torch's current default device: initialised from its seed, or with a saved model's weights.
 
-    The vocabulary and the ids of the document end and of padding are the tokeniser's unless the recipe gives them.
+    The vocabulary and the ids of the document end and of padding are the tokeniser's unless the recipe gives them; a
+    saved model keeps its own, and what the scheme adds to it starts at the scheme's initial values.
 
     Args:
         recipe: what to build.
         needs_data: whether the data must be there; otherwise its tokeniser is not asked where the recipe itself gives
-            ``model.config.vocab_size``.
+            ``model.config.vocab_size``, or a saved model.
 
     Raises:
-        ConfigError: for an unknown host, scheme, option or configuration key, or a vocabulary that is not the data's.
+        ConfigError: for an unknown host, scheme, option or configuration key, a vocabulary that is not the data's, or a
+            saved model that cannot be had or is another than the recipe says.
     """
+    if recipe.model.pretrained is not None:
+        saved = pretrained.find(recipe)
+        if needs_data:
+            saved.check_size(token_arrays.vocabulary(recipe.data.source))
+        torch.manual_seed(recipe.seed)
+        return saved.build()
     if not needs_data and "vocab_size" in recipe.model.config:
         unknown = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
         return _build(recipe, {**unknown, **recipe.model.config})
@@ -67,6 +76,12 @@ def _build(recipe: Recipe, config: dict[str, Any]) -> PreTrainedModel:
     return hosts.build(recipe.model.host, config, recipe.model.scheme, dict(recipe.model.options))
 
 
+def empty_model(recipe: Recipe, *, needs_data: bool = True) -> PreTrainedModel:
+    """The recipe's model on the meta device: the class and configuration of `build_model`'s, without weights."""
+    with torch.device("meta"):
+        return build_model(recipe, needs_data=needs_data)
+
+
 def check(recipe: Recipe, *, needs_data: bool = True) -> PreTrainedModel:
     """Refuse a recipe that could not be trained; what comes back is its model on the meta device, without weights.
 
@@ -77,8 +92,9 @@ def check(recipe: Recipe, *, needs_data: bool = True) -> PreTrainedModel:
     Raises:
         ConfigError: naming what does not fit together.
     """
-    with torch.device("meta"):
-        model = build_model(recipe, needs_data=needs_data)
+    model = empty_model(recipe, needs_data=needs_data)
+    if recipe.model.pretrained is not None and needs_data:
+        pretrained.find(recipe).check_tokenizer(recipe.data.source)
     if not hosts.blocks(model):
         raise ConfigError("the model has no blocks; give it at least one")
     check_length(model, recipe.data.sequence_length, "data.sequence_length")
