@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -30,7 +31,8 @@ def _app() -> typer.Typer:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code.
 
-    0: done. 1: the training diverged. 2: the request is wrong, one message on stderr says how. 130: interrupted.
+    0: done. 1: the training diverged, or could not save. 2: the request is wrong, one message on stderr says how. 130:
+    interrupted.
     """
     command = typer.main.get_command(_app())
     try:
@@ -48,5 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    print(f"error: {message}", file=sys.stderr)
+    # Of the processes that torchrun started, each finds the same.
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {message}", file=sys.stderr)
     sys.exit(code)

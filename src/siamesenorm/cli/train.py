@@ -27,22 +27,40 @@ def train(
         typer.Option(help="The run's folder. Default: runs/<recipe>-<scheme>-<digest of all values>."),
     ] = None,
     json: Json = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write event files for TensorBoard into the run's folder too.")
+    ] = False,
+    wandb: Annotated[
+        str | None, typer.Option(metavar="PROJECT", help="Log to this project of Weights & Biases too.")
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the training engine's own messages.")] = False,
 ) -> None:
-    """Train a model by a recipe; the same command again resumes an unfinished run."""
+    """Train a model by a recipe; the same command again resumes an unfinished run.
+
+    Several processes: torchrun --nproc-per-node 8 -m siamesenorm train ...
+    """
     recipe_name, overrides = split_arguments(arguments or [])
     from siamesenorm.training.display import for_terminal
+    from siamesenorm.training.events import SaveError
+    from siamesenorm.training.processes import speaks
     from siamesenorm.training.recipe_files import load
     from siamesenorm.training.run import train as run
+    from siamesenorm.training.trackers import Tracking
 
     recipe = load(recipe_name, overrides)
-    result = run(recipe, out, for_terminal(recipe.train.log_every), verbose=verbose)
-    if result.message:
-        print(result.message, file=sys.stderr)
-    if json and result.summary:
-        print_json(result.summary)
-    elif result.summary:
-        _report(result)
+    tracking = Tracking(tensorboard=tensorboard, wandb=wandb)
+    try:
+        result = run(recipe, out, for_terminal(recipe.train.log_every), tracking=tracking, verbose=verbose)
+    except SaveError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    if speaks():
+        if result.message:
+            print(result.message, file=sys.stderr)
+        if json and result.summary:
+            print_json(result.summary)
+        elif result.summary:
+            _report(result)
     code = {"interrupted": 130, "diverged": 1}.get(result.status, 0)
     if code:
         raise typer.Exit(code)

@@ -17,6 +17,7 @@ from siamesenorm.data.tokenizer import Vocabulary
 from siamesenorm.residual import ConfigError, Scheme, make_scheme
 from siamesenorm.training import pretrained
 from siamesenorm.training.documents import DocumentMask
+from siamesenorm.training.processes import local_device
 from siamesenorm.training.recipe import Recipe
 
 # Vocabularies are often rounded up so that the last matrix product runs on whole tiles.
@@ -198,4 +199,4 @@ def device_of(recipe: Recipe) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device is cuda and this machine has no CUDA device; use train.device=cpu")
-    return torch.device(name)
+    return local_device(name)

@@ -1,13 +1,15 @@
-"""What a model costs: floating-point operations per token, counted by running it without data."""
+"""What a model costs: its parameters, and the operations per token, counted by running it without data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
@@ -15,8 +17,10 @@ from transformers import PreTrainedModel
 FORMULA = (
     "training counts three times the forward pass (the backward pass is two more); forward counts 2 per multiply-add "
     "of each matrix product, attention over the whole square included, and 1 per number that any other operation "
-    "computes or reduces"
+    "computes or reduces; of a mixture's experts, those that a token passes through"
 )
+
+_GROUPED = torch.ops.aten._grouped_mm
 
 # Operations that move or describe numbers and compute none.
 _FREE = frozenset(
@@ -85,6 +89,77 @@ class Flops:
         return 3 * (self.products + self.elementwise)
 
 
+def experts_of(model: nn.Module) -> list[nn.Parameter]:
+    """The weights of a mixture's experts, each (experts, out, in); none in a dense model."""
+    return [
+        parameter
+        for module in model.modules()
+        if hasattr(module, "num_experts")
+        for parameter in module.parameters(recurse=False)
+        if parameter.ndim == 3
+    ]
+
+
+def expert_counts(model: PreTrainedModel) -> tuple[int, int] | None:
+    """How many experts a token passes through in a sublayer, and of how many; None for a dense model."""
+    experts = experts_of(model)
+    return (int(model.config.num_experts_per_tok), len(experts[0])) if experts else None
+
+
+def active_parameters(model: PreTrainedModel) -> int:
+    """The parameters that a token passes through: all but the experts that it is not sent to."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    counts = expert_counts(model)
+    if counts is None:
+        return total
+    chosen, of = counts
+    return total - sum(weight.numel() for weight in experts_of(model)) * (of - chosen) // of
+
+
+@contextmanager
+def balanced_experts(model: PreTrainedModel) -> Iterator[None]:
+    """Lets a mixture of experts run without data.
+
+    Which expert a token goes to is a value, so a loop over the experts needs data. The grouped product, which a mixture
+    trains with, takes all tokens at once whatever the routing, so its shapes, work and memory are known without any.
+    """
+    before = model.config._experts_implementation if expert_counts(model) else None
+    if before is None:
+        yield
+        return
+    model.config._experts_implementation = "grouped_mm"
+    try:
+        with _GroupedShapes():
+            yield
+    finally:
+        model.config._experts_implementation = before
+
+
+class _GroupedShapes(TorchDispatchMode):
+    """The result of a grouped product in any dtype; torch itself gives its shape for bfloat16 alone."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # What is sharded is taken apart first.
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if func.overloadpacket is not _GROUPED:
+            return func(*args, **(kwargs or {}))
+        left, right = args[:2]
+        offsets = args[2] if len(args) > 2 else (kwargs or {})["offs"]
+        if left.ndim == right.ndim == 2:
+            # The gradient of the weights: a matrix for each expert.
+            return left.new_empty((len(offsets), left.shape[0], right.shape[1]))
+        return left.new_empty((left.shape[0], right.shape[-1]))
+
+
+def _grouped_flops(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
+    """A token meets one of the matrices. left: (tokens, in); right: (experts, in, out)."""
+    tokens, inner = left
+    return 2 * tokens * inner * right[-1]
+
+
 class _Elementwise(TorchDispatchMode):
     """Counts what `FlopCounterMode` does not."""
 
@@ -113,11 +188,11 @@ def flops_per_token(model: PreTrainedModel, sequence_length: int) -> Flops:
         sequence_length: in tokens; attention's share grows with it.
     """
     run: Callable[..., Any] = model.eval()
-    products = FlopCounterMode(display=False)
+    products = FlopCounterMode(display=False, custom_mapping={_GROUPED: _grouped_flops})
     ids = torch.zeros((1, sequence_length), dtype=torch.long, device="meta")
     # A finished mask goes through as it is; without one, transformers asks the tokens' positions for their values.
     mask = torch.ones((1, 1, sequence_length, sequence_length), dtype=torch.bool, device="meta")
     elementwise = _Elementwise(products.flop_registry)
-    with torch.no_grad(), products, elementwise:
+    with torch.no_grad(), balanced_experts(model), products, elementwise:
         run(input_ids=ids, attention_mask=mask, use_cache=False)
     return Flops(products.get_total_flops() / sequence_length, elementwise.total / sequence_length)

@@ -28,6 +28,25 @@ class Display(Protocol):
         """No more steps come, for whatever reason."""
 
 
+class Silent:
+    """Shows nothing: what the processes beside the first one have."""
+
+    def note(self, message: str) -> None:
+        """Nothing."""
+
+    def warn(self, message: str) -> None:
+        """Nothing."""
+
+    def begin(self, done: int, total: int) -> None:
+        """Nothing."""
+
+    def step(self, step: Step) -> None:
+        """Nothing."""
+
+    def end(self) -> None:
+        """Nothing."""
+
+
 class _Pace:
     """Tokens per second and seconds left, over this session's steps."""
 

@@ -6,11 +6,12 @@ train module for any causal language model of transformers, and a callback that 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
-import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,17 +27,24 @@ from olmo_core.train.callbacks import Callback, CheckpointerCallback
 from olmo_core.train.train_module import EvalBatchSizeUnit, EvalBatchSpec, TrainModule
 from olmo_core.utils import move_to_device
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from siamesenorm import hosts
 from siamesenorm.data.shards import TokenArrays
 from siamesenorm.residual import ConfigError, Scheme
-from siamesenorm.training import checkpoints
+from siamesenorm.training import checkpoints, overflow
 from siamesenorm.training.build import document_mask
 from siamesenorm.training.decay import undecayed
 from siamesenorm.training.documents import DocumentMask
 from siamesenorm.training.evaluate import IGNORED, Evaluation, summed_loss
-from siamesenorm.training.events import Listener, NonFiniteError, Step
+from siamesenorm.training.events import Listener, NonFiniteError, SaveError, Step
+from siamesenorm.training.processes import ALONE, Processes
 from siamesenorm.training.recipe import Recipe
+from siamesenorm.training.routers import RouterLoss
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,8 @@ class CausalLMModule(TrainModule):
     """Any causal language model of transformers, as the engine drives it.
 
     The loss is the sum of the cross-entropy over a whole batch, all micro-batches and processes, divided by the number
-    of tokens that count in all of them, so that no split of the batch changes it.
+    of tokens that count in all of them, so that no split of the batch changes it. A mixture of experts adds the mean of
+    its routers' loss over the batch's sequences.
     """
 
     def __init__(
@@ -71,11 +80,21 @@ class CausalLMModule(TrainModule):
         device: torch.device,
         compile: bool = False,
         mask: DocumentMask | None = None,
+        routers: RouterLoss | None = None,
+        skip_nonfinite: int = 0,
+        processes: Processes = ALONE,
     ) -> None:
         super().__init__()
         self.model = model
-        # The compiled form shares the parameters; state dictionaries and generation see the plain model.
-        self._forward = torch.compile(model) if compile else model
+        # The compiled and the replicated form share the parameters; state dictionaries see the plain model.
+        self._forward: Any = model
+        if compile and isinstance(model, FSDPModule):
+            for block in hosts.blocks(model):
+                block.compile()
+        elif compile:
+            self._forward = torch.compile(model)
+        if processes.count > 1 and not isinstance(model, FSDPModule):
+            self._forward = DistributedDataParallel(self._forward)
         self.optim = optim
         self.scheduler = scheduler
         self.micro_batch_size = micro_batch_size
@@ -85,10 +104,17 @@ class CausalLMModule(TrainModule):
         self.seed = seed
         self.device = device
         self.mask = mask
+        self.routers = routers
+        self.skip_nonfinite = skip_nonfinite
+        self.processes = processes
         self.loss = float("nan")
+        self.router_loss: float | None = None
         self.grad_norm = float("nan")
         self.lr = 0.0
-        self._batch_loss = torch.zeros((), device=device)
+        self.skipped = False
+        self.skipped_in_a_row = 0
+        self._batch: dict[str, Any] = {}
+        self._batch_losses = torch.zeros(2, device=device)
 
     @property
     def eval_batch_spec(self) -> EvalBatchSpec:
@@ -127,22 +153,50 @@ class CausalLMModule(TrainModule):
             batch["labels"] = get_labels(batch, label_ignore_index=IGNORED)
         if self.mask is not None:
             batch["labels"] = self.mask.labels(batch["input_ids"], batch["labels"])
-        counted = (batch["labels"] != IGNORED).sum()
+        labels = batch["labels"]
+        totals = torch.stack([(labels != IGNORED).sum(), torch.tensor(len(labels), device=self.device)])
         # Where nothing counts anywhere, the summed loss is zero and so must be the mean.
-        counted = all_reduce_value(counted, self.device).clamp(min=1)
-        batch_loss = torch.zeros((), device=self.device)
-        for micro_batch in split_batch(batch, self.micro_batch_size):
-            ids = micro_batch["input_ids"]
-            inputs = {"attention_mask": micro_batch.get("attention_mask")}
-            if self.mask is not None:
-                inputs = self.mask.inputs(self.model, ids)
-            with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
-                logits = self._forward(input_ids=ids, use_cache=False, **inputs).logits
-            loss = summed_loss(logits, micro_batch["labels"]) / counted
-            loss.backward()
-            batch_loss += loss.detach()
+        counted, sequences = all_reduce_value(totals, self.device).clamp(min=1)
+        losses = torch.zeros(2, device=self.device)
+        micro_batches = split_batch(batch, self.micro_batch_size)
+        for index, micro_batch in enumerate(micro_batches):
+            with self._gradients_in_step(last=index == len(micro_batches) - 1):
+                logits, router_logits = self._run(self._forward, micro_batch)
+                parts = [summed_loss(logits, micro_batch["labels"]) / counted, torch.zeros((), device=self.device)]
+                loss = parts[0]
+                if self.routers is not None:
+                    parts[1] = self.routers(router_logits, len(logits)) / sequences
+                    loss = loss + self.routers.weight * parts[1]
+                # Processes average their gradients, and what is wanted is their sum.
+                (loss * self.processes.count).backward()
+            losses += torch.stack([part.detach() for part in parts])
         if not dry_run:
-            self._batch_loss = all_reduce_value(batch_loss, self.device)
+            self._batch = batch
+            self._batch_losses = all_reduce_value(losses, self.device)
+
+    def _run(self, forward: Callable[..., Any], micro_batch: dict[str, Any]) -> tuple[Tensor, Any]:
+        """Logits (batch, seq, vocab) and what the routers say, ``None`` without routers."""
+        ids = micro_batch["input_ids"]
+        inputs: dict[str, Any] = {"attention_mask": micro_batch.get("attention_mask")}
+        if self.mask is not None:
+            inputs = self.mask.inputs(self.model, ids)
+        if self.routers is not None:
+            inputs["output_router_logits"] = True
+        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            out = forward(input_ids=ids, use_cache=False, **inputs)
+        return out.logits, None if self.routers is None else out.router_logits
+
+    @contextlib.contextmanager
+    def _gradients_in_step(self, *, last: bool) -> Iterator[None]:
+        """Bring the processes' gradients together after the last micro-batch; parts of a model are, after each."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_is_last_backward(last)
+            self.model.set_requires_all_reduce(last)
+        if isinstance(self._forward, DistributedDataParallel) and not last:
+            with self._forward.no_sync():
+                yield
+        else:
+            yield
 
     def eval_batch(self, batch: dict[str, Any], labels: Tensor | None = None) -> Tensor:
         """Logits (batch, seq, vocab) without gradient; `labels` are the caller's to compare."""
@@ -154,25 +208,55 @@ class CausalLMModule(TrainModule):
         return logits
 
     def optim_step(self) -> None:
-        """Clip and step.
+        """Clip and step, or skip the step where a number is not finite and that is allowed.
 
         Raises:
-            NonFiniteError: before anything is changed, and on every process, since both numbers are over all of them.
+            NonFiniteError: before anything is changed, and on every process, since the numbers are over all of them.
         """
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
-        numbers = torch.stack([self._batch_loss, norm.to(self._batch_loss.dtype)])
-        self.loss, self.grad_norm = numbers.tolist()
-        if not torch.isfinite(numbers).all():
-            raise NonFiniteError(self.trainer.global_step, self.loss, self.grad_norm)
-        if self.max_grad_norm is not None:
-            nn.utils.clip_grads_with_norm_(self.model.parameters(), self.max_grad_norm, norm)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        numbers = torch.stack([*self._batch_losses, norm.to(self._batch_losses.dtype)])
+        self.loss, router_loss, self.grad_norm = numbers.tolist()
+        self.router_loss = None if self.routers is None else router_loss
         for group in self.optim.param_groups:
             self.lr = float(self.scheduler.set_lr(group, self.trainer))
+        self.skipped = not bool(torch.isfinite(numbers).all())
+        if self.skipped:
+            self.skipped_in_a_row += 1
+            if self.skipped_in_a_row > self.skip_nonfinite:
+                raise NonFiniteError(self.trainer.global_step, self.loss, self.grad_norm, self._first_overflow())
+            return
+        self.skipped_in_a_row = 0
+        if self.max_grad_norm is not None:
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), self.max_grad_norm, norm)
         self.optim.step()
         self.record_ce_loss(self.loss)
         self.record_metric("total grad norm", self.grad_norm, namespace="optim")
         self.record_metric("LR", self.lr, namespace="optim")
+
+    def _first_overflow(self) -> str:
+        """Where the last batch's numbers stopped being finite, in words; runs the model over it once more."""
+        found = overflow.first_in_gradients(self.model)
+
+        def forward() -> None:
+            torch.manual_seed(_step_seed(self.seed, self.trainer.global_step, get_rank()))
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                for micro_batch in split_batch(self._batch, self.micro_batch_size):
+                    self._run(self.model, micro_batch)
+
+        in_streams = self.processes.smallest(overflow.first_in_streams(self.model, forward))
+        if in_streams != overflow.NOWHERE:
+            return f"the streams overflowed first in {overflow.name_of(self.model, in_streams)}"
+        # The backward pass comes from the end, so the first of its overflows is the one of the largest number.
+        in_gradients = -self.processes.smallest(-found if found != overflow.NOWHERE else overflow.NOWHERE)
+        if in_gradients != -overflow.NOWHERE:
+            return (
+                "the streams are finite; in the backward pass, the gradients overflowed first in "
+                f"{overflow.name_of(self.model, in_gradients)}"
+            )
+        return "the streams are finite in every sublayer, so it happened in the embedding or behind the last sublayer"
 
     def zero_grads(self) -> None:
         """Drop the gradients."""
@@ -205,6 +289,12 @@ class Recorder(Callback):
     seconds: float = 0.0
     _started: float = field(default=0.0, repr=False)
 
+    @property
+    def _module(self) -> CausalLMModule:
+        module = self.trainer.train_module
+        assert isinstance(module, CausalLMModule)
+        return module
+
     def pre_load_batch(self) -> None:
         """Start the step's clock."""
         self._started = time.perf_counter()
@@ -212,8 +302,7 @@ class Recorder(Callback):
     def post_train_batch(self) -> None:
         """Stop the clock, validate if it is due, and report."""
         self.seconds += time.perf_counter() - self._started
-        module = self.trainer.train_module
-        assert isinstance(module, CausalLMModule)
+        module = self._module
         due = self.step % self.validate_every == 0 or self.step == self.trainer.max_steps
         self.last_validation = self.validate() if due else None
         self.listener.step(
@@ -225,6 +314,8 @@ class Recorder(Callback):
                 tokens=self.trainer.global_train_tokens_seen,
                 seconds=self.seconds,
                 validation=self.last_validation,
+                router_loss=module.router_loss,
+                skipped=module.skipped,
             )
         )
 
@@ -232,16 +323,30 @@ class Recorder(Callback):
         """The seconds so far; what the listener heard is on disk before they are."""
         # The engine asks for this while it gathers what a checkpoint will hold, before it writes.
         self.listener.flush()
-        return {"seconds": self.seconds}
+        return {"seconds": self.seconds, "skipped_in_a_row": self._module.skipped_in_a_row}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """What `state_dict` gave."""
         self.seconds = state_dict["seconds"]
+        self._module.skipped_in_a_row = state_dict["skipped_in_a_row"]
 
     def post_checkpoint_saved(self, path: Any) -> None:
         """Mark the checkpoint as whole."""
         if get_rank() == 0:
             checkpoints.seal(Path(path))
+
+
+class Saver(CheckpointerCallback):
+    """The engine's checkpointer, for whom a checkpoint that cannot be written is an end with a message."""
+
+    def _save_checkpoint(self, save_async: bool | None = None, ephemeral: bool = False) -> str:
+        try:
+            return super()._save_checkpoint(save_async=save_async, ephemeral=ephemeral)
+        except (Exception, CheckpointException) as error:
+            raise SaveError(
+                f"the checkpoint of step {self.step} cannot be written to {self.save_folder}: {_root_cause(error)}. "
+                "The run stopped; its older checkpoints are whole"
+            ) from error
 
 
 def fit(
@@ -254,30 +359,33 @@ def fit(
     device: torch.device,
     listener: Listener,
     validate: Callable[[], Evaluation],
+    processes: Processes = ALONE,
 ) -> Outcome:
     """Train `model` in place by `recipe`, from the newest whole checkpoint in `folder` where there is one.
 
     SIGINT and SIGTERM save a checkpoint after the running step and end the training.
 
     Args:
-        model: freshly initialised, on `device`.
+        model: freshly initialised, on `device`, as `parallel.place` gives it.
         scheme: the model's, for what it exempts from weight decay.
         recipe: already checked against `arrays`.
         arrays: the tokens.
         folder: where checkpoints are kept; the run's own, since loading one executes what it holds.
         device: where to train.
-        listener: told of every step.
+        listener: told of every step, on this process.
         validate: measures the validation loss of the model as it is.
+        processes: those that train together, all calling this.
 
     Raises:
         NonFiniteError: where the loss or the gradient is not finite; nothing is written after that.
+        SaveError: where a checkpoint cannot be written.
         ConfigError: where no checkpoint of a run that has some can be loaded.
     """
-    module = _module(model, scheme, recipe, device)
+    module = _module(model, scheme, recipe, device, processes)
     loader = _data_loader(recipe, arrays, folder / "order", device)
     recorder = Recorder(listener=listener, validate=validate, validate_every=recipe.train.validate_every)
     trainer = _trainer(module, loader, recipe, recorder, folder, device)
-    listener.resumed(_load_newest(trainer, folder, listener))
+    listener.resumed(_load_newest(trainer, folder, listener, processes))
     trainer.fit()
     # The engine removes a checkpoint that has become one too many at the step after, which the last step has not.
     for path in _checkpointer(trainer)._checkpoints_to_remove if get_rank() == 0 else ():
@@ -291,10 +399,10 @@ def fit(
     )
 
 
-def _module(model: PreTrainedModel, scheme: Scheme, recipe: Recipe, device: torch.device) -> CausalLMModule:
+def _module(
+    model: PreTrainedModel, scheme: Scheme, recipe: Recipe, device: torch.device, processes: Processes
+) -> CausalLMModule:
     """What the engine drives."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("this version trains in one process; start it without torchrun")
     train = recipe.train
     if train.activation_checkpointing:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
@@ -302,7 +410,7 @@ def _module(model: PreTrainedModel, scheme: Scheme, recipe: Recipe, device: torc
         model,
         _optimizer(model, scheme, recipe),
         CosWithWarmup(warmup=recipe.schedule.warmup_steps, alpha_f=recipe.schedule.final_fraction),
-        micro_batch_size=train.micro_batch_size or train.batch_size // get_world_size(),
+        micro_batch_size=train.micro_batch_size or train.batch_size // processes.count,
         sequence_length=recipe.data.sequence_length,
         max_grad_norm=train.max_grad_norm,
         autocast=torch.bfloat16 if train.precision == "bfloat16" else None,
@@ -310,6 +418,9 @@ def _module(model: PreTrainedModel, scheme: Scheme, recipe: Recipe, device: torc
         device=device,
         compile=train.compile,
         mask=document_mask(recipe),
+        routers=RouterLoss.of(model, train.router_loss),
+        skip_nonfinite=train.skip_nonfinite,
+        processes=processes,
     )
 
 
@@ -332,9 +443,12 @@ def _trainer(
         max_duration=Duration.steps(train.steps),
         cancel_check_interval=1,
         metrics_collect_interval=max(train.log_every, 1),
+        # In a thread of its own, what one process learns of a signal may reach the others a step later, and then they
+        # wait for each other.
+        async_bookkeeping=False,
         callbacks={
             "recorder": recorder,
-            "checkpointer": CheckpointerCallback(
+            "checkpointer": Saver(
                 save_interval=train.checkpoint_every,
                 pre_train_checkpoint=False,
                 # The asynchronous kind can leave two processes waiting for each other.
@@ -386,20 +500,20 @@ def _data_loader(recipe: Recipe, arrays: TokenArrays, work_dir: Path, device: to
     )
 
 
-def _load_newest(trainer: Trainer, folder: Path, listener: Listener) -> int:
+def _load_newest(trainer: Trainer, folder: Path, listener: Listener, processes: Processes) -> int:
     """Load the newest checkpoint that can be loaded, warning of each that cannot; the step to go on after."""
-    found = checkpoints.newest_first(folder)
+    found = processes.first(lambda: checkpoints.newest_first(folder))
     failed_to_load = False
-    for step, path in found:
-        fault = checkpoints.fault(path)
+    for index, (step, path) in enumerate(found):
+        fault = processes.first(functools.partial(checkpoints.fault, path))
         if fault is None:
             try:
                 trainer.load_checkpoint(str(path), load_trainer_state=True, load_optim_state=True)
-            except Exception as error:  # whatever a damaged file makes the readers raise
-                fault = f"loading it fails ({type(error).__name__}: {error})"
+            except (Exception, CheckpointException) as error:  # whatever a damaged file makes the readers raise
+                fault = f"loading it fails ({type(error).__name__}: {_root_cause(error)})"
                 failed_to_load = True
             else:
-                _adopt(trainer, found[found.index((step, path)) :])
+                _adopt(trainer, found[index:])
                 return step
         listener.warn(f"checkpoint {path} is not used: {fault}")
     if failed_to_load:
@@ -420,6 +534,18 @@ def _checkpointer(trainer: Trainer) -> CheckpointerCallback:
     callback = trainer.callbacks["checkpointer"]
     assert isinstance(callback, CheckpointerCallback)
     return callback
+
+
+def _root_cause(error: BaseException) -> str:
+    """What went wrong at the bottom of errors that wrap each other, on one line."""
+    # Distributed checkpoints collect the errors of all processes, each with its trace.
+    inner = next((each for each, _ in getattr(error, "failures", {}).values()), None)
+    cause = inner or error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is not None:
+        return _root_cause(cause)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _step_seed(seed: int, step: int, rank: int) -> int:

@@ -14,6 +14,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from siamesenorm.residual import ConfigError
+from siamesenorm.training.processes import ALONE, Processes
 
 if TYPE_CHECKING:
     from siamesenorm.training.documents import DocumentMask
@@ -95,6 +96,7 @@ def evaluate(
     autocast: torch.dtype | None = None,
     mask: DocumentMask | None = None,
     progress: Callable[[int, int], None] | None = None,
+    processes: Processes = ALONE,
 ) -> Evaluation:
     """Mean loss over all next-token predictions within the sequences, each token weighing the same.
 
@@ -105,25 +107,33 @@ def evaluate(
         device: where the model is.
         autocast: the dtype of autocast, or None for none.
         mask: keeps documents apart, where they were apart in training.
-        progress: called with the number of sequences done and their total.
+        progress: called with the number of sequences done and their total, which are this process's own.
+        processes: those that share the work, all calling this with the same sequences.
     """
     was_training = model.training
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=device)
     counted = torch.zeros((), dtype=torch.long, device=device)
+    # Processes that hold a model in parts must run it equally often, so short shares are filled up with what was there.
+    share = -(-len(sequences) // processes.count)
+    mine = np.arange(processes.rank * share, (processes.rank + 1) * share)
     try:
-        for start in range(0, len(sequences), batch_size):
-            ids = torch.as_tensor(sequences[start : start + batch_size].astype(np.int64), device=device)
+        for start in range(0, share, batch_size):
+            rows = mine[start : start + batch_size]
+            ids = torch.as_tensor(sequences[rows % len(sequences)].astype(np.int64), device=device)
             with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
                 more = {} if mask is None else mask.inputs(model, ids)
                 logits = model(input_ids=ids, use_cache=False, **more).logits
             labels = ids[:, 1:] if mask is None else mask.labels(ids[:, :-1], ids[:, 1:])
+            again = torch.as_tensor(rows >= len(sequences), device=device)
+            labels = labels.masked_fill(again[:, None], IGNORED)
             total += summed_loss(logits[:, :-1], labels).double()
             counted += (labels != IGNORED).sum()
             if progress is not None:
-                progress(min(start + batch_size, len(sequences)), len(sequences))
+                progress(min(start + batch_size, share), share)
     finally:
         model.train(was_training)
+    processes.sum(total), processes.sum(counted)
     # Only sequences of nothing but document ends leave nothing to count.
     tokens = max(int(counted), 1)
     return Evaluation(loss=total.item() / tokens, tokens=tokens)

@@ -11,9 +11,14 @@ from siamesenorm.training.evaluate import Evaluation
 class NonFiniteError(RuntimeError):
     """A loss or gradient that is not finite, found before the optimiser used it."""
 
-    def __init__(self, step: int, loss: float, grad_norm: float) -> None:
-        super().__init__(f"step {step}: the loss is {loss} and the gradient norm {grad_norm}")
+    def __init__(self, step: int, loss: float, grad_norm: float, where: str) -> None:
+        super().__init__(f"step {step}: the loss is {loss} and the gradient norm {grad_norm}; {where}")
         self.step = step
+        self.where = where
+
+
+class SaveError(RuntimeError):
+    """A checkpoint that could not be written; those before it are whole."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,8 @@ class Step:
 
     ``loss`` is in nats per token over the step's batch, ``grad_norm`` is taken before clipping, ``tokens`` and
     ``seconds`` count from the start of the run over all its sessions (seconds in steps only, without validation and
-    saving). ``validation`` is there where one was due.
+    saving). ``validation`` is there where one was due. ``router_loss`` is a mixture of experts' own, without its
+    weight. A step that was ``skipped`` left the model as it was.
     """
 
     step: int
@@ -32,6 +38,8 @@ class Step:
     tokens: int
     seconds: float
     validation: Evaluation | None
+    router_loss: float | None = None
+    skipped: bool = False
 
 
 class Listener(Protocol):
