@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,25 +97,34 @@ def scale(depth_scale: str, sublayer: int) -> float:
     }[depth_scale]
 
 
-def rotate(x: Tensor, theta: float, positions: Tensor) -> Tensor:
-    """RoPE, both halves rotated against each other. x: (batch, heads, seq, head_dim), positions: (batch, seq)."""
-    d = x.shape[-1]
+def rotate(x: Tensor, theta: float, positions: Tensor, part: float = 1.0) -> Tensor:
+    """RoPE on the first ``part`` of a head, both halves of it rotated against each other.
+
+    x: (batch, heads, seq, head_dim), positions: (batch, seq).
+    """
+    d = int(x.shape[-1] * part)
+    x, rest = x[..., :d], x[..., d:]
     frequency = 1.0 / theta ** (torch.arange(0, d, 2, dtype=torch.float32) / d)
     angle = positions[:, None, :, None].to(torch.float32) * torch.cat((frequency, frequency))
     a, b = x[..., : d // 2], x[..., d // 2 :]
-    return x * angle.cos().to(x.dtype) + torch.cat((-b, a), -1) * angle.sin().to(x.dtype)
+    turned = x * angle.cos().to(x.dtype) + torch.cat((-b, a), -1) * angle.sin().to(x.dtype)
+    return torch.cat((turned, rest), -1)
 
 
 @dataclass
 class Attention:
-    """Causal grouped-query attention over weights named ``q``, ``k``, ``v``, ``o`` with per-head norms where given."""
+    """Causal grouped-query attention over weights named ``q``, ``k``, ``v``, ``o``.
+
+    ``norms`` are functions of q, k and v (batch, seq, heads, head_dim) before RoPE; without ``theta`` there is no RoPE.
+    """
 
     weights: Mapping[str, Tensor]
     heads: int
-    theta: float
+    theta: float | None
     norms: Mapping[str, Function]
     keep: Tensor
     positions: Tensor
+    rotated: float = 1.0
 
     def project(self, role: str, u: Tensor) -> Tensor:
         return F.linear(u, self.weights[f"{role}.weight"], self.weights.get(f"{role}.bias"))
@@ -124,7 +134,8 @@ class Attention:
         d = self.weights["q.weight"].shape[0] // self.heads
         q, k, v = (self.project(r, u).view(batch, seq, -1, d) for r in "qkv")
         q, k, v = (self.norms.get(r, identity)(t).transpose(1, 2) for r, t in zip("qkv", (q, k, v), strict=True))
-        q, k = (rotate(t, self.theta, self.positions) for t in (q, k))
+        if self.theta is not None:
+            q, k = (rotate(t, self.theta, self.positions, self.rotated) for t in (q, k))
         k, v = (t.repeat_interleave(self.heads // t.shape[1], 1) for t in (k, v))
         scores = q @ k.transpose(-1, -2) / math.sqrt(d)
         scores = scores.masked_fill(~self.keep, -torch.inf)
@@ -272,6 +283,83 @@ def official_lm(
     return out @ head.T, states[1::2]
 
 
+@dataclass(frozen=True)
+class Names:
+    """By what names a family of transformers calls its parts; the defaults are Llama's."""
+
+    body: str = "model."
+    blocks: str = "layers."
+    embedding: str = "embed_tokens"
+    attention: str = "self_attn."
+    mlp: str = "mlp."
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    final: str = "norm"
+    head: str = "lm_head"
+
+
+NAMES = {
+    "gpt2": Names("transformer.", "h.", "wte", "attn.", norms=("ln_1", "ln_2"), final="ln_f"),
+    "gpt_neox": Names("gpt_neox.", embedding="embed_in", attention="attention.", final="final_layer_norm"),
+    "phi": Names(norms=("input_layernorm", "input_layernorm"), final="final_layernorm"),
+}
+
+
+def family_of(config: Any) -> str:
+    return config.model_type.removeprefix("siamesenorm_")
+
+
+def in_parallel(config: Any) -> bool:
+    """Whether attention and MLP of a block share one read and one write."""
+    return family_of(config) == "phi" or getattr(config, "use_parallel_residual", False)
+
+
+def host_norm(weights: Mapping[str, Tensor], config: Any, name: str) -> Function:
+    """The norm called ``name``, of the kind that a family's norms are of."""
+    kind = "rms" if hasattr(config, "rms_norm_eps") else "layer"
+    keys = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+    # OLMo's norms have theirs in the code.
+    eps = next((getattr(config, key) for key in keys if hasattr(config, key)), 1e-5)
+    if family_of(config) == "gemma" and f"{name}.weight" in weights:
+        weights = {f"{name}.weight": 1 + weights[f"{name}.weight"]}
+    return norm_of(weights, name, kind, eps)
+
+
+def qkvo(own: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """The parameters of an attention, as those of four linear maps q, k, v and o."""
+    family, parts = family_of(config), {}
+    for suffix in ("weight", "bias"):
+        if family == "gpt2":
+            joined, out = own[f"c_attn.{suffix}"], own[f"c_proj.{suffix}"]
+            maps = [*joined.chunk(3, -1), out]
+            maps = [m.T for m in maps] if suffix == "weight" else maps
+            parts |= {f"{role}.{suffix}": m for role, m in zip("qkvo", maps, strict=True)}
+        elif family == "gpt_neox":
+            joined = own[f"query_key_value.{suffix}"]
+            by_head = joined.view(config.num_attention_heads, 3, -1, *joined.shape[1:])
+            parts |= {f"{role}.{suffix}": m.flatten(0, 1) for role, m in zip("qkv", by_head.unbind(1), strict=True)}
+            parts[f"o.{suffix}"] = own[f"dense.{suffix}"]
+        else:
+            for role, name in zip("qkvo", ("q_proj", "k_proj", "v_proj", "o_proj"), strict=True):
+                name = "dense" if family == "phi" and role == "o" else name
+                if f"{name}.{suffix}" in own:
+                    parts[f"{role}.{suffix}"] = own[f"{name}.{suffix}"]
+    return parts
+
+
+def head_norm(own: Mapping[str, Tensor], config: Any, role: str) -> Function:
+    """What an attention does to q, k or v (batch, seq, heads, head_dim) before RoPE."""
+    if f"{role}_layernorm.norms.0.weight" in own:
+        each = [own[f"{role}_layernorm.norms.{i}.weight"] for i in range(len(within(own, f"{role}_layernorm.")))]
+        return lambda t: layer_norm(t, torch.stack(each), eps=config.layer_norm_eps)
+    name = next((n for n in (f"{role}_layernorm", f"{role}_norm") if f"{n}.weight" in own), None)
+    norm = identity if name is None else host_norm(own, config, name)
+    limit = getattr(config, "clip_qkv", None)
+    clip = identity if limit is None else lambda t: t.clamp(-limit, limit)
+    if family_of(config) == "olmoe" and role != "v":
+        return lambda t: clip(norm(t.flatten(-2))).view(t.shape)
+    return lambda t: norm(clip(t))
+
+
 def hf_lm(
     weights: Mapping[str, Tensor],
     config: Any,
@@ -281,14 +369,15 @@ def hf_lm(
     x: str = "post",
     window: int | None = None,
     padding: Tensor | None = None,
+    mlps: Sequence[Callable[[Mapping[str, Tensor], Tensor], Tensor]] | None = None,
     **options: Any,
 ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-    """The same for a rewired model of transformers with Llama's names, given its state dict.
+    """The same for a rewired model of transformers, given its state dict.
 
-    Head norms are those that ``weights`` holds; a Qwen3 has its own q and k norms whatever the scheme.
+    Head norms are those that ``weights`` holds; a Qwen3 has its own q and k norms whatever the scheme. ``mlps`` compute
+    the MLP of each block from its weights and its input, where it is not Llama's.
     """
-    w = weights
-    eps = config.rms_norm_eps
+    w, names, parallel = weights, NAMES.get(family_of(config), Names()), in_parallel(config)
     seq = tokens.shape[1]
     positions = torch.arange(seq).expand(tokens.shape)
     if padding is not None:
@@ -297,44 +386,71 @@ def hf_lm(
     if padding is not None:
         # A padded query sees itself, so that its softmax is a number; nobody looks at it.
         keep = keep | torch.eye(seq, dtype=torch.bool)
+    rope = getattr(config, "rope_parameters", None) or {}
 
-    h = w["model.embed_tokens.weight"][tokens]
+    def norm(name: str) -> Function:
+        return host_norm(w, config, name)
+
+    table = w[f"{names.body}{names.embedding}.weight"]
+    h = table[tokens]
+    if family_of(config) == "gemma":
+        h = h * torch.tensor(config.hidden_size**0.5, dtype=torch.float32)
+    if family_of(config) == "gpt2":
+        h = h + w["transformer.wpe.weight"][positions]
     pairs, subs = [], []
     starred_stack = options.get("first_block_pre", False)
     for index in range(config.num_hidden_layers):
-        block = f"model.layers.{index}."
-        own = within(w, block + "self_attn.")
-        parts = {name.replace("_proj", ""): tensor for name, tensor in own.items() if "_proj" in name}
-        norms = {r: norm_of(own, f"{r}_norm", eps=eps) for r in "qkv" if f"{r}_norm.weight" in own}
-        theta = config.rope_parameters["rope_theta"]
-        attend = Attention(parts, config.num_attention_heads, theta, norms, keep, positions)
-        mlp = swiglu(within(w, block + "mlp."), "gate_proj", "up_proj", "down_proj")
-        for branch, place, nin in ((attend, "attn", "input_layernorm"), (mlp, "mlp", "post_attention_layernorm")):
-            residual = f"{block}{place}_residual."
+        block = f"{names.body}{names.blocks}{index}."
+        own = within(w, block + names.attention)
+        attend = Attention(
+            qkvo(own, config),
+            config.num_attention_heads,
+            rope.get("rope_theta"),
+            {r: head_norm(own, config, r) for r in "qkv"},
+            keep,
+            positions,
+            rope.get("partial_rotary_factor", 1.0),
+        )
+        inner = within(w, block + names.mlp)
+        mlp = swiglu(inner, "gate_proj", "up_proj", "down_proj") if mlps is None else partial(mlps[index], inner)
+        nins = [norm(block + name) for name in names.norms]
+        if parallel:
+            nins = nins if family_of(config) == "gpt_neox" else nins[:1] * 2
+            if scheme == "post":
+                nins = [identity, identity]
+            both = partial(_sum_of, attend, nins[0], mlp, nins[1])
+            sublayers = [(both, "", identity)]
+        else:
+            sublayers = [(attend, "attn_", nins[0]), (mlp, "mlp_", nins[1])]
+        for branch, place, nin in sublayers:
+            residual = f"{block}{place}residual."
             if scheme == "pre":
-                pairs.append((branch, norm_of(w, block + nin, eps=eps)))
+                pairs.append((branch, nin))
             elif scheme == "post":
-                pairs.append((branch, norm_of(w, residual + "norm", eps=eps)))
+                pairs.append((branch, norm(residual + "norm")))
             else:
-                hybrid = x == "hybrid" and place == "attn"
+                hybrid = x == "hybrid" and place == "attn_"
                 starred = starred_stack and index == 0
                 bare = hybrid or not options.get("normalized_input", True)
                 subs.append(
                     Sub(
                         branch,
-                        norm_of(w, residual + "norm_y", eps=eps),
-                        identity if bare else norm_of(w, block + nin, eps=eps),
-                        None if hybrid and not starred else norm_of(w, residual + "norm_x", eps=eps),
+                        norm(residual + "norm_y"),
+                        identity if bare else nin,
+                        None if hybrid and not starred else norm(residual + "norm_x"),
                         w.get(residual + "c1"),
-                        scale(options.get("depth_scale", "code"), len(subs)),
+                        scale(options.get("depth_scale", "code"), 2 * len(subs) if parallel else len(subs)),
                         starred,
                     )
                 )
+    final = names.body + names.final
     if scheme == "siamese":
-        readout = "model.norm.readout."
-        out, states = siamese(h, subs, norm_of(w, readout + "norm_x", eps=eps), norm_of(w, readout + "norm_y", eps=eps))
+        out, states = siamese(h, subs, norm(f"{final}.readout.norm_x"), norm(f"{final}.readout.norm_y"))
     else:
         out, states = {"pre": pre, "post": post}[scheme](h, pairs)
-    out = norm_of(w, "model.norm", eps=eps)(out)
-    head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
-    return out @ head.T, states[1::2]
+    out = F.linear(norm(final)(out), w.get(f"{names.head}.weight", table), w.get(f"{names.head}.bias"))
+    return out, states if parallel else states[1::2]
+
+
+def _sum_of(f: Function, f_norm: Function, g: Function, g_norm: Function, u: Tensor) -> Tensor:
+    return f(f_norm(u)) + g(g_norm(u))

@@ -16,9 +16,9 @@ from torch import nn
 import siamesenorm
 from siamesenorm import hosts
 from siamesenorm.hosts import Host, families
-from siamesenorm.residual import ConfigError, LayerNorm, RMSNorm, make_scheme
-from siamesenorm.residual import scheme as scheme_module
+from siamesenorm.residual import ConfigError, LayerNorm, RMSNorm
 from tests import oracle
+from tests.hosts.running import GAINS, register_gains
 from tests.hosts.tiny import FAMILIES, PREFIX, SCHEMES, SHAPE, SIAMESE, config, host, rewired, scatter, shared, tokens
 from tests.parity import relative_error
 
@@ -215,9 +215,7 @@ class HasConfig(nn.Module):
     [
         lambda: nn.Linear(4, 4),
         nn.Module,
-        lambda: transformers.BloomForCausalLM(
-            transformers.BloomConfig(hidden_size=8, n_layer=1, n_head=1, vocab_size=9)
-        ),
+        lambda: transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=8, n_layer=1, n_head=1)),
         HasConfig,
         lambda: torch.compile(host(), backend="eager"),
         lambda: peft.get_peft_model(host(), peft.LoraConfig(target_modules=["q_proj"])),
@@ -285,25 +283,6 @@ def like_llama(name, prefix):
     )
 
 
-@pytest.fixture
-def _clean(monkeypatch):
-    """Forget what a test registers: families, schemes, and what transformers' Auto classes were told of them."""
-    from transformers.models.auto import configuration_auto, modeling_auto
-
-    monkeypatch.setattr(families, "_HOSTS", dict(families._HOSTS))
-    monkeypatch.setattr(scheme_module, "_REGISTRY", dict(scheme_module._REGISTRY))
-    extra = configuration_auto.CONFIG_MAPPING._extra_content
-    kept = dict(extra)
-    tables = [v._extra_content for v in vars(modeling_auto).values() if hasattr(v, "_extra_content")]
-    kept_tables = [dict(table) for table in tables]
-    yield
-    extra.clear()
-    extra.update(kept)
-    for table, old in zip(tables, kept_tables, strict=True):
-        table.clear()
-        table.update(old)
-
-
 @pytest.mark.usefixtures("_clean")
 @pytest.mark.parametrize("scheme", SIAMESE)
 def test_another_family_is_a_table(scheme, tmp_path):
@@ -366,19 +345,6 @@ def test_an_unknown_family_is_named():
 
 
 # Initialisation
-
-
-GAINS = {"q": 2.0, "k": 3.0, "v": 5.0, "o": 7.0, "mlp": 11.0}
-
-
-def register_gains():
-    @scheme_module.register
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Gains(type(make_scheme("siamese"))):
-        name = "gains"
-
-        def init_gain(self, role):
-            return GAINS[role]
 
 
 def gain_of(name):

@@ -12,31 +12,15 @@ from transformers import DynamicCache, StaticCache
 import siamesenorm
 from siamesenorm.probes import capture_streams
 from tests import oracle
+from tests.hosts.running import by_hand, cache_of, padded, positions_of
 from tests.hosts.tiny import FAMILIES, SCHEMES, SIAMESE, host, rewired, shared, tokens
 from tests.parity import relative_error
-
-
-def padded(lengths, seq=13, side="left"):
-    """Ids and mask of rows of ``lengths`` tokens, padded to ``seq``."""
-    ids, mask = tokens(len(lengths), seq), torch.ones(len(lengths), seq, dtype=torch.long)
-    for row, length in enumerate(lengths):
-        padding = slice(0, seq - length) if side == "left" else slice(length, seq)
-        ids[row, padding], mask[row, padding] = 0, 0
-    return ids, mask
-
-
-def positions_of(mask):
-    return (mask.cumsum(-1) - 1).clamp_min(0)
 
 
 def new_cache(kind, model, batch, length):
     if kind == "dynamic":
         return DynamicCache(config=model.config)
     return StaticCache(config=model.config, max_cache_len=length)
-
-
-def cache_of(out):
-    return out.cache if "cache" in out else out.past_key_values
 
 
 # Caches and generation
@@ -76,16 +60,6 @@ def test_a_prompt_in_pieces(scheme):
         pieces.append(out.logits)
         cache = cache_of(out)
     assert relative_error(torch.cat(pieces, 1), full) < 1e-5
-
-
-@torch.no_grad()
-def by_hand(model, ids, mask, steps):
-    """Greedy decoding without a cache."""
-    for _ in range(steps):
-        logits = model(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask)).logits[:, -1]
-        ids = torch.cat((ids, logits.argmax(-1, keepdim=True)), 1)
-        mask = torch.cat((mask, mask.new_ones(len(mask), 1)), 1)
-    return ids
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

@@ -14,26 +14,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import siamesenorm
 from siamesenorm import hosts
 from siamesenorm.probes import capture_streams
+from tests.hosts.running import same, step
 from tests.hosts.tiny import SCHEMES, SHAPE, SIAMESE, config, host, rewired, shared, tokens
 from tests.parity import relative_error
-
-
-def step(model, **kwargs):
-    """Loss and every gradient of one forward and backward."""
-    model.zero_grad(set_to_none=True)
-    loss = model(input_ids=tokens(), labels=tokens(), **kwargs).loss
-    loss.backward()
-    return loss.detach(), {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
-
-
-def same(got, wanted, tolerance=1e-6):
-    assert relative_error(got[0], wanted[0]) < tolerance
-    assert got[1].keys() == wanted[1].keys()
-    for name, gradient in wanted[1].items():
-        assert gradient is not None, name
-        assert got[1][name] is not None, name
-        assert relative_error(got[1][name], gradient) < tolerance, name
-
 
 # Activation checkpointing
 

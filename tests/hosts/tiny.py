@@ -39,6 +39,37 @@ PREFIX = {
     "qwen3_moe": "Qwen3Moe",
     "stablelm": "StableLm",
 }
+MOE = ("mixtral", "olmoe", "qwen3_moe")
+_HALF_ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+# The families that are not Llama by another name, and the forms that they come in.
+FORMS: dict[str, tuple[str, dict[str, object]]] = {
+    "olmo": ("olmo", {"clip_qkv": 0.6}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True}),
+    "stablelm-qk": ("stablelm", {"qk_layernorm": True}),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
+    "gpt_neox": ("gpt_neox", {"use_parallel_residual": False}),
+    "gpt_neox-parallel": ("gpt_neox", {"rope_parameters": _HALF_ROTATED}),
+    "gpt2": ("gpt2", {}),
+    "phi": ("phi", {}),
+    "phi-qk": ("phi", {"qk_layernorm": True}),
+    "gemma": ("gemma", {}),
+    "olmoe": ("olmoe", {"clip_qkv": 1.5}),
+    "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3_moe-mixed": ("qwen3_moe", {"mlp_only_layers": [0], "decoder_sparse_step": 1}),
+    "mixtral": ("mixtral", {}),
+}
+PARALLEL = ("stablelm-parallel", "gpt_neox-parallel", "phi", "phi-qk")
+SERIAL = tuple(form for form in FORMS if form not in PARALLEL)
+_ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
+_NO_HEAD_DIM = ("gpt2", "gpt_neox", "olmo", "olmoe", "phi", "qwen2", "stablelm")
+_CHANGES: dict[str, dict[str, object]] = {
+    "gemma": {"head_dim": 16, "tie_word_embeddings": False},
+    "gpt2": {"n_inner": 48, "tie_word_embeddings": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "mistral": {"sliding_window": None},
+    "mixtral": _ROUTED,
+    "olmoe": _ROUTED,
+    "qwen3_moe": {**_ROUTED, "head_dim": 16, "moe_intermediate_size": 24},
+}
 SCHEMES = {
     "post-pre": ("siamese", {"x": "post"}),
     "hybrid-pre": ("siamese", {"x": "hybrid"}),
@@ -48,13 +79,24 @@ SCHEMES = {
 SIAMESE = ("post-pre", "hybrid-pre")
 
 
+def shape(family: str) -> dict[str, object]:
+    """The keys of a family's config that make it tiny."""
+    made = {**SHAPE, **_CHANGES.get(family, {})}
+    if family in _NO_HEAD_DIM:
+        del made["head_dim"]
+    if family in ("gpt2", "gpt_neox"):
+        del made["num_key_value_heads"]
+    if family == "gpt2":
+        del made["intermediate_size"]
+    return made
+
+
 def config(family: str, **changes):
-    shape = dict(SHAPE)
-    if family == "qwen2":
-        del shape["head_dim"]
-    if family == "mistral":
-        shape["sliding_window"] = None
-    return getattr(transformers, PREFIX[family] + "Config")(**{**shape, **changes})
+    return getattr(transformers, PREFIX[family] + "Config")(**{**shape(family), **changes})
+
+
+def model_class(family: str):
+    return getattr(transformers, PREFIX[family] + ("LMHeadModel" if family == "gpt2" else "ForCausalLM"))
 
 
 def scatter(model, seed: int = 0):
@@ -71,7 +113,7 @@ def host(family: str = "llama", seed: int = 0, **changes):
     """A plain model of transformers."""
     made = config(family, **changes)
     torch.manual_seed(seed)
-    return scatter(getattr(transformers, PREFIX[family] + "ForCausalLM")(made), seed).eval()
+    return scatter(model_class(family)(made), seed).eval()
 
 
 def rewired(family: str = "llama", scheme: str = "post-pre", seed: int = 0, *, options=None, **changes):
@@ -85,6 +127,20 @@ def rewired(family: str = "llama", scheme: str = "post-pre", seed: int = 0, *, o
 def shared(family: str = "llama", scheme: str = "post-pre"):
     """A model that no test may change."""
     return rewired(family, scheme)
+
+
+@functools.cache
+def plain(form: str):
+    """A model of transformers in one of its :data:`FORMS`, that no test may change."""
+    family, changes = FORMS[form]
+    return host(family, **changes)
+
+
+@functools.cache
+def formed(form: str, scheme: str):
+    """The same, rewired and with every parameter away from its start, that no test may change."""
+    family, changes = FORMS[form]
+    return rewired(family, scheme, **changes)
 
 
 def tokens(batch: int = 2, seq: int = 13, seed: int = 5):

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.output_capturing import _active_collector
 
 from ..residual import Block, ConfigError, LayerNorm, Readout, RMSNorm, Scheme, close_streams, open_streams, through
 from ..residual.scheme import NormPlace, Streams
@@ -59,13 +60,15 @@ class ResidualBlock(Block):
     def forward(self, hidden_states: Tensor | Streams, *args: Any, **kwargs: Any) -> Streams:
         """Run the block; ``args`` and ``kwargs`` are the host's, for its attention."""
         kwargs.update(zip(self.positional, args, strict=False))
+        if kwargs.get("encoder_hidden_states") is not None:
+            raise ConfigError("a rewired decoder has no cross-attention that could read encoder_hidden_states")
         if isinstance(hidden_states, Tensor):
             self.tap(hidden_states)
             streams, tap = open_streams(self.scheme, hidden_states), None
         else:
             streams, tap = hidden_states, self.tap
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-            self._refuse_lost_loss(kwargs)
+            self._refuse_lost_loss()
             # Recomputing would write to a cache a second time, so none is filled, as in transformers' own layers.
             kwargs.update(use_cache=False, **{name: None for name in _CACHES if name in kwargs})
             return self._gradient_checkpointing_func(partial(self._run, tap=tap, kwargs=kwargs), *streams)
@@ -90,6 +93,8 @@ class ResidualBlock(Block):
         module = getattr(self, branch.module)
         if place == "before":
             u = getattr(self, branch.norm)(u)
+        elif branch.in_place:
+            u = u.clone()
         o = module(hidden_states=u, **kwargs) if branch.kind == "attention" else module(u)
         if isinstance(o, tuple):
             o = o[0]
@@ -97,10 +102,11 @@ class ResidualBlock(Block):
             o = getattr(self, branch.norm)(o)
         return getattr(self, branch.dropout)(o) if branch.dropout else o
 
-    def _refuse_lost_loss(self, kwargs: dict[str, Any]) -> None:
+    def _refuse_lost_loss(self) -> None:
         """Reentrant checkpoints run a block without gradients at first, which loses what a router says there."""
-        keywords = getattr(self._gradient_checkpointing_func, "keywords", {})
-        if keywords.get("use_reentrant") and kwargs.get("output_router_logits"):
+        keywords = getattr(self._gradient_checkpointing_func, "keywords", {"use_reentrant": False})
+        # torch takes what is not said for reentrant.
+        if keywords.get("use_reentrant", True) and "router_logits" in (_active_collector.get() or ()):
             raise ConfigError(
                 "reentrant activation checkpointing loses the gradient of the routers' auxiliary loss: enable it with "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}"

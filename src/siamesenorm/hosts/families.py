@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, Literal
 
@@ -39,12 +39,14 @@ class Branch:
         module: the branch itself.
         norm: the norm that the host applies to its input.
         dropout: the dropout that the host applies to its output, where it has one.
+        in_place: whether it may write into its input, which is a stream where no norm stands before it.
     """
 
     kind: Literal["attention", "mlp"]
     module: str
     norm: str
     dropout: str | None = None
+    in_place: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class Host:
         causal_lm: name of the class with a language modelling head.
         norm_offset: added to a norm's weight before it multiplies.
         norm_eps: the norms' eps, where the modules do not hold it.
+        more_keys: keys of the config that its models read though its class does not declare them.
     """
 
     name: str
@@ -108,6 +111,7 @@ class Host:
     causal_lm: str = ""
     norm_offset: float = 0.0
     norm_eps: float | None = None
+    more_keys: tuple[str, ...] = ()
 
     @property
     def residual_type(self) -> str:
@@ -171,8 +175,9 @@ _HOSTS: dict[str, Host] = {
         _llama_like("qwen3", "Qwen3"),
         _llama_like("olmo", "Olmo", norm_eps=1e-5),
         _llama_like("gemma", "Gemma", norm_offset=1.0),
-        _llama_like("mixtral", "Mixtral", mlp_weights=_EXPERTS),
-        _llama_like("qwen3_moe", "Qwen3Moe", mlp_weights=_EXPERTS + _GATED),
+        # Its router's noise is multiplied into the input of the experts.
+        _llama_like("mixtral", "Mixtral", branches=(_ATTENTION, replace(_MLP, in_place=True)), mlp_weights=_EXPERTS),
+        _llama_like("qwen3_moe", "Qwen3Moe", mlp_weights=_EXPERTS + _GATED, more_keys=("head_dim",)),
         _llama_like("olmoe", "Olmoe", mlp_weights=_EXPERTS, attention=AttentionRoles(whole=True)),
         _llama_like(
             "stablelm",

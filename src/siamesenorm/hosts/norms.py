@@ -86,7 +86,7 @@ class HostNorms:
         return added
 
     def like(self, module: M, *references: nn.Module) -> M:
-        """``module`` in the mode of the first reference, on the device and in the dtype of the first with parameters."""
+        """``module`` in the mode of the first reference, in dtype and place like the first that has parameters."""
         module.train(references[0].training)
         for reference in references:
             for parameter in reference.parameters():

@@ -97,7 +97,7 @@ def model_config(
     """The config of such a model; arguments and errors as in :func:`build`."""
     family = get_host(host)
     config_class = register_models(family)
-    known = set(config_class().to_dict()) | set(config_class.attribute_map)
+    known = {*config_class().to_dict(), *config_class.attribute_map, *family.more_keys}
     for key in config:
         if key not in known:
             raise ConfigError(f"a {family.prefix} config has no key '{key}': {nearest(str(key), known)}")
