@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import pytest
+
+from siamesenorm.hosts import families
+from siamesenorm.residual import scheme as scheme_module
+
+
+@pytest.fixture
+def _clean(monkeypatch):
+    """Forget what a test registers: families, schemes, and what transformers' Auto classes were told of them."""
+    from transformers.models.auto import configuration_auto, modeling_auto
+
+    monkeypatch.setattr(families, "_HOSTS", dict(families._HOSTS))
+    monkeypatch.setattr(scheme_module, "_REGISTRY", dict(scheme_module._REGISTRY))
+    extra = configuration_auto.CONFIG_MAPPING._extra_content
+    kept = dict(extra)
+    tables = [v._extra_content for v in vars(modeling_auto).values() if hasattr(v, "_extra_content")]
+    kept_tables = [dict(table) for table in tables]
+    yield
+    extra.clear()
+    extra.update(kept)
+    for table, old in zip(tables, kept_tables, strict=True):
+        table.clear()
+        table.update(old)
