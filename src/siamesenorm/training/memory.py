@@ -7,10 +7,9 @@ one too; it gives the same totals, by module as well, and takes ten times as lon
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,21 +19,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from siamesenorm import hosts
-from siamesenorm.residual import ConfigError
+from siamesenorm.training import parallel
 from siamesenorm.training.cost import balanced_experts
 from siamesenorm.training.documents import DocumentMask
 from siamesenorm.training.evaluate import summed_loss
+from siamesenorm.training.processes import Processes
 from siamesenorm.training.recipe import Recipe
-
-# A machine's GPUs, where a recipe does not say over how many processes to shard.
-PER_MACHINE = 8
 
 
 @dataclass(frozen=True)
@@ -70,86 +65,77 @@ def training_memory(model: PreTrainedModel, recipe: Recipe, ranks: int = 1) -> M
     Raises:
         ConfigError: for a number of processes that the batch or ``train.shard_degree`` does not divide over.
     """
-    batch, length, steps = _share(recipe, ranks)
-    train = recipe.train
-    dtype = torch.bfloat16 if train.precision == "bfloat16" else torch.float32
-    if train.activation_checkpointing:
+    processes = Processes(count=ranks, local=per_machine(ranks))
+    parallel.check(recipe, processes)
+    how = parallel.strategy(recipe, ranks)
+    share = recipe.train.batch_size // ranks
+    batch = min(recipe.train.micro_batch_size or share, share)
+    # With several micro-batches, the gradients of those before are alive; a third is no different from the second.
+    count = 2 if batch < share else 1
+    if recipe.train.activation_checkpointing:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    with _mesh(recipe, ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True), balanced_experts(model):
-        model = model.to_empty(device=torch.device("cpu")).train()
-        if mesh is not None:
-            _shard(model, mesh, dtype)
+    cpu = torch.device("cpu")
+    with ExitStack() as stack:
+        if how in ("fsdp", "hsdp"):
+            stack.enter_context(_absent(ranks))
+            mesh = parallel._mesh(recipe, how, cpu, processes)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(balanced_experts(model))
+        if how in ("fsdp", "hsdp"):
+            parallel._shard(model, mesh, recipe)
+        model = model.to_empty(device=cpu).train()
+        model.tie_weights()
         ledger = _Ledger()
         for parameter in model.parameters():
             ledger.add(_local(parameter))
         parameters = ledger.now
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        gradients = sum(_bytes(parameter) for parameter in trained)
-        with ledger:
-            # With more micro-batches than one, the gradients of those before are alive; further ones are no different.
-            for _ in range(min(steps, 2)):
-                _forward_and_backward(model, recipe, batch, length, dtype)
-    # AdamW's two moments have been there since the first step.
-    optimizer = 2 * gradients
-    return Memory(parameters, gradients, optimizer, max(ledger.peak - parameters - gradients, 0))
+        gradients = sum(_local(parameter).nbytes for parameter in model.parameters() if parameter.requires_grad)
+        stack.enter_context(ledger)
+        for index in range(count):
+            if isinstance(model, FSDPModule):
+                model.set_is_last_backward(index == count - 1)
+                model.set_requires_all_reduce(index == count - 1)
+            _forward_and_backward(model, recipe, batch)
+    activations = max(ledger.peak - parameters - gradients, 0)
+    # DDP brings gradients together in buckets, a second copy. AdamW's two moments have been there since the first step.
+    return Memory(parameters, 2 * gradients if how == "ddp" else gradients, 2 * gradients, activations)
 
 
-def _forward_and_backward(model: Any, recipe: Recipe, batch: int, length: int, dtype: torch.dtype) -> None:
+def per_machine(ranks: int) -> int:
+    """How many of ``ranks`` processes a machine is taken to run: at most eight, the same number on each."""
+    return next(local for local in range(min(ranks, 8), 0, -1) if ranks % local == 0)
+
+
+def _forward_and_backward(model: Any, recipe: Recipe, batch: int) -> None:
     """A micro-batch, as the train module runs it."""
+    length = recipe.data.sequence_length
+    low = recipe.train.precision == "bfloat16"
     ids = torch.zeros((batch, length), dtype=torch.long)
     if recipe.data.document_masking:
         inputs = DocumentMask(eos_id=0).inputs(model, ids)
     else:
         # A finished mask, of one number's size, since without one transformers asks the positions for their values.
-        inputs = {"attention_mask": torch.zeros((1, 1, 1, 1), dtype=dtype).expand(batch, 1, length, length)}
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        mask = torch.zeros((1, 1, 1, 1), dtype=torch.bfloat16 if low else torch.float32)
+        inputs = {"attention_mask": mask.expand(batch, 1, length, length)}
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=low):
         logits = model(input_ids=ids, use_cache=False, **inputs).logits
     (summed_loss(logits, ids) / ids.numel()).backward()
 
 
-def _share(recipe: Recipe, ranks: int) -> tuple[int, int, int]:
-    """One process's micro-batch in sequences, their length, and how many there are in a step."""
-    share, rest = divmod(recipe.train.batch_size, ranks)
-    if rest:
-        raise ConfigError(f"train.batch_size ({recipe.train.batch_size}) does not divide over {ranks} processes")
-    micro = min(recipe.train.micro_batch_size or share, share)
-    return micro, recipe.data.sequence_length, math.ceil(share / micro)
-
-
 @contextmanager
-def _mesh(recipe: Recipe, ranks: int) -> Iterator[DeviceMesh | None]:
-    """The processes that hold a model in parts; None where each holds all of it."""
-    if ranks == 1 or recipe.train.parallel == "ddp":
-        yield None
-        return
-    degree = (recipe.train.shard_degree or min(PER_MACHINE, ranks)) if recipe.train.parallel == "hsdp" else ranks
-    if ranks % degree:
-        raise ConfigError(f"train.shard_degree ({degree}) does not divide {ranks} processes")
+def _absent(ranks: int) -> Iterator[None]:
+    """A process group whose other processes are not there, so that whatever they would send arrives at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        shape = (ranks,) if degree == ranks else (ranks // degree, degree)
-        yield init_device_mesh("cpu", shape)
+        yield
     finally:
         dist.destroy_process_group()
 
 
-def _shard(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Hold each block in parts, and what is left in parts too."""
-    low = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for block in hosts.blocks(model):
-        fully_shard(block, mesh=mesh, mp_policy=low)
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
-
-
 def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _bytes(parameter: Tensor) -> int:
-    local = _local(parameter)
-    return local.numel() * local.element_size()
 
 
 class _Ledger(TorchDispatchMode):
