@@ -8,6 +8,8 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call
 from torch.nn import functional as F
 from transformers import DynamicCache
@@ -306,7 +308,32 @@ def test_a_model_built_without_memory_is_initialised_and_loaded_like_any(form, s
     assert torch.equal(empty.eval()(input_ids=tokens()).logits, real(input_ids=tokens()).logits)
 
 
+@pytest.mark.parametrize(("form", "scheme"), HARDEST)
+def test_a_checkpoint_of_the_host_is_loaded_rewired_saved_and_loaded(form, scheme, tmp_path):
+    """transformers saves experts one by one and loads them joined; a rewired model has a format of its own."""
+    plain(form).save_pretrained(tmp_path / "host")
+    name, options = SCHEMES[scheme]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "host")
+    assert torch.equal(loaded(input_ids=tokens()).logits, plain(form)(input_ids=tokens()).logits)
+    model = siamesenorm.rewire(loaded, name, **options)
+    model.save_pretrained(tmp_path / "rewired")
+    with safe_open(tmp_path / "rewired" / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == set(model.state_dict())
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "rewired")
+    assert torch.equal(again(input_ids=tokens()).logits, model(input_ids=tokens()).logits)
+
+
 # What others do to a model
+
+
+@pytest.mark.parametrize(("form", "scheme"), HARDEST)
+def test_checkpointing_with_a_cache_given(form, scheme):
+    model = exact(formed(form, scheme)).train()
+    expected = step(model)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    cache = DynamicCache(config=model.config)
+    same(step(model, cache=cache), expected, 1e-12)
+    assert cache.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -346,12 +373,27 @@ def test_adapters_of_a_fused_projection_merge(form):
     assert relative_error(adapted.merge_and_unload()(input_ids=tokens()).logits, tuned) < 1e-5
 
 
+@pytest.mark.parametrize("form", ["gpt2", "gpt_neox-parallel", "mixtral"])
+def test_a_second_length_compiles_once_more_and_no_other_does(form):
+    torch._dynamo.reset()
+    counter, counts = CompileCounterWithBackend("aot_eager"), []
+    model = fresh(form, dict(HARDEST)[form], num_hidden_layers=2)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    with torch.no_grad():
+        for length in (8, 11, 17, 5):
+            logits = compiled(input_ids=tokens(2, length), use_cache=False).logits
+            torch.testing.assert_close(logits, model(input_ids=tokens(2, length)).logits)
+            counts.append(counter.frame_count)
+    assert counts == [1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("stream_dtype", [None, "float32"])
 @pytest.mark.parametrize(("form", "scheme"), HARDEST)
-def test_bf16_weights(form, scheme):
-    model = copy.deepcopy(formed(form, scheme)).bfloat16()
+def test_bf16_weights(form, scheme, stream_dtype):
+    model = fresh(form, scheme, options={"stream_dtype": stream_dtype}).bfloat16()
     with capture_streams(model) as streams:
         out = model(input_ids=tokens(), labels=tokens(), output_hidden_states=True)
-    assert {t.dtype for pair in streams for t in pair} == {torch.bfloat16}
+    assert {t.dtype for pair in streams for t in pair} == {torch.float32 if stream_dtype else torch.bfloat16}
     assert {h.dtype for h in out.hidden_states} == {out.logits.dtype} == {torch.bfloat16}
     out.loss.backward()
     assert all(p.grad.isfinite().all() and p.grad.dtype == torch.bfloat16 for p in model.parameters())
@@ -561,6 +603,20 @@ def test_the_noise_of_mixtrals_router_stays_out_of_the_streams():
                 for block in hosts.blocks(each):
                     block.mlp.experts.down_proj.zero_()
         assert torch.equal(model(input_ids=tokens()).logits, expected(input_ids=tokens()).logits)
+
+
+@torch.no_grad()
+def test_gpt2s_own_ways_to_compute_its_scores(monkeypatch):
+    """Scores scaled by layer too, and computed in float32: its eager kernel has a form for that."""
+    model = rewired("gpt2", "hybrid-pre", scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True)
+    sdpa = model(input_ids=tokens()).logits
+    assert relative_error(sdpa, formed("gpt2", "hybrid-pre")(input_ids=tokens()).logits) > 1e-3
+    attention, calls = transformers.models.gpt2.modeling_gpt2.GPT2Attention, []
+    upcast = attention._upcast_and_reordered_attn
+    monkeypatch.setattr(attention, "_upcast_and_reordered_attn", lambda *args: calls.append(1) or upcast(*args))
+    model.set_attn_implementation("eager")
+    assert relative_error(model(input_ids=tokens()).logits, sdpa) < 1e-5
+    assert len(calls) == 3
 
 
 def test_a_gpt2_without_cross_attention_does_not_swallow_an_encoders_states():

@@ -186,6 +186,28 @@ def test_without_affine_part(kind):
     norm.reset_parameters()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_an_offset_is_added_to_the_weight_before_anything_is_rounded(kind, dtype):
+    x = torch.randn(4096, 64, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    norm = CLASSES[kind](64, bias=True, offset=1.0).to(dtype)
+    assert (norm.weight == 0).all()
+    with torch.no_grad():
+        # 1 + 0.003 is 1 in bfloat16.
+        norm.weight.add_(torch.linspace(-0.003, 0.003, 64).to(dtype))
+    exact = [t.detach().double().requires_grad_() for t in (x, *norm.parameters())]
+    wide, weight, bias = exact
+    mine = gradients(norm, x, norm, 2)
+    out = PLAIN[kind](wide, 1 + weight, bias)
+    probe = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(dtype).double()
+    true = [out, *torch.autograd.grad((out * probe).sum(), exact)]
+    for a, b in zip(mine, true, strict=True):
+        assert relative_error(a, b) < (1e-13 if dtype == torch.float64 else torch.finfo(dtype).eps)
+    norm.reset_parameters()
+    assert (norm.weight == 0).all()
+    assert (CLASSES[kind](8, init=0.25, offset=1.0).weight == -0.75).all()
+
+
 @pytest.mark.parametrize("kind", CLASSES)
 def test_reset_parameters_restores_the_start_and_draws_nothing(kind):
     norm = CLASSES[kind](8, bias=True, init=0.5)

@@ -66,8 +66,7 @@ class HeadNormedAttention(nn.Module):
         # Hosts with a window per layer hold it in the module, hosts with one for all layers in the config.
         holder = self if hasattr(self, "sliding_window") else self.config
         window = getattr(holder, "sliding_window", None)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self.attend_eagerly)
-        o, weights = attend(
+        o, weights = self._attention_function()(
             self,
             q,
             k,
@@ -80,6 +79,13 @@ class HeadNormedAttention(nn.Module):
         )
         o = getattr(self, self.roles.out)(o.reshape(*hidden_states.shape[:-1], -1).contiguous())
         return (getattr(self, self.roles.out_dropout)(o) if self.roles.out_dropout else o), weights
+
+    def _attention_function(self) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        """The attention function that the config asks for; GPT-2 may have an eager one of its own."""
+        implementation = self.config._attn_implementation
+        if implementation == "eager" and getattr(self, "reorder_and_upcast_attn", False):
+            return lambda module, q, k, v, mask, **kwargs: module._upcast_and_reordered_attn(q, k, v, mask)
+        return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, self.attend_eagerly)
 
     def _project(self, hidden_states: Tensor) -> list[Tensor]:
         """(batch, seq, hidden) to q, k and v, each (batch, seq, heads, head_dim)."""
