@@ -58,7 +58,7 @@ def test_micro_batches_change_neither_loss_nor_gradients(model):
         module = module_for(model, size)
         module.zero_grads()
         module.train_batch(uneven_batch())
-        found.append((module._batch_loss.item(), gradients(model)))
+        found.append((module._batch_losses[0].item(), gradients(model)))
     for loss, grads in found[1:]:
         assert loss == pytest.approx(found[0][0], rel=1e-6)
         for name, grad in grads.items():
@@ -77,7 +77,7 @@ def test_the_loss_is_the_mean_over_counted_next_tokens(model):
         for at in range(15)
         if batch["label_mask"][row, at + 1]
     ]
-    assert module._batch_loss.item() == pytest.approx(torch.stack(terms).mean().item(), rel=1e-6)
+    assert module._batch_losses[0].item() == pytest.approx(torch.stack(terms).mean().item(), rel=1e-6)
 
 
 def test_a_batch_without_a_counted_token_gives_zero_and_not_nan(model):
@@ -85,7 +85,7 @@ def test_a_batch_without_a_counted_token_gives_zero_and_not_nan(model):
     batch = uneven_batch()
     batch["label_mask"][:] = False
     module.train_batch(batch)
-    assert module._batch_loss.item() == 0
+    assert module._batch_losses[0].item() == 0
     assert all(grad.abs().max() == 0 for grad in gradients(model).values())
     module.optim_step()
     assert module.loss == 0
@@ -96,10 +96,10 @@ def test_a_micro_batch_without_a_counted_token_changes_nothing(model):
     full["label_mask"][4:] = False
     module = module_for(model, 4)
     module.train_batch(full)
-    loss, grads = module._batch_loss.item(), gradients(model)
+    loss, grads = module._batch_losses[0].item(), gradients(model)
     module.zero_grads()
     module.train_batch({key: value[:4] for key, value in uneven_batch().items()})
-    assert module._batch_loss.item() == pytest.approx(loss, rel=1e-6)
+    assert module._batch_losses[0].item() == pytest.approx(loss, rel=1e-6)
     for name, grad in gradients(model).items():
         torch.testing.assert_close(grad, grads[name], rtol=1e-9, atol=1e-12)
 
@@ -109,9 +109,9 @@ def test_labels_that_are_given_are_not_shifted_again(model):
     shifted = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
     module = module_for(model, 8)
     module.train_batch({"input_ids": ids})
-    own = module._batch_loss.item()
+    own = module._batch_losses[0].item()
     module.train_batch({"input_ids": ids, "labels": shifted})
-    assert module._batch_loss.item() == own
+    assert module._batch_losses[0].item() == own
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
@@ -120,7 +120,7 @@ def test_what_is_not_finite_stops_before_the_step(model, where, value):
     module = module_for(model, 8, max_grad_norm=1.0)
     module.train_batch(uneven_batch())
     if where == "loss":
-        module._batch_loss.fill_(value)
+        module._batch_losses[0] = value
     else:
         next(model.parameters()).grad[0, 0] = value
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -146,7 +146,7 @@ def test_dropout_is_decided_by_seed_and_step_alone(tiny):
         module._trainer.global_step = step
         torch.rand(step)
         module.train_batch(uneven_batch())
-        losses.append(module._batch_loss.item())
+        losses.append(module._batch_losses[0].item())
     assert losses[0] == losses[2] != losses[1]
 
 

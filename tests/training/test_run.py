@@ -259,12 +259,6 @@ def test_the_corpus_of_a_run_is_written_down_and_kept_to(tiny, tmp_path, monkeyp
         train(tiny(), tmp_path / "run", Watcher())
 
 
-def test_two_processes_are_refused_in_words(tiny, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="one process"):
-        train(tiny(), tmp_path / "run", Watcher())
-
-
 def test_default_folders_differ_where_recipes_do(tiny):
     names = {default_folder(tiny(*overrides)) for overrides in ([], ["seed=1"], ["model.scheme=pre"], [])}
     assert len(names) == 3

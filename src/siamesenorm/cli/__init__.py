@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import typer
 
@@ -34,9 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     0: done. 1: the training diverged, or could not save. 2: the request is wrong, one message on stderr says how. 130:
     interrupted.
     """
-    command = typer.main.get_command(_app())
     try:
-        code = command.main(args=list(sys.argv[1:] if arguments is None else arguments), standalone_mode=True)
+        typer.main.get_command(_app()).main(args=list(sys.argv[1:] if arguments is None else arguments))
+    except SystemExit as error:
+        _leave(error)
     except Exception as error:
         from siamesenorm.residual import ConfigError
 
@@ -46,11 +48,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
             where = f" ({error.filename})" if error.filename else ""
             _fail(f"{error.strerror or error}{where}", 2)
         raise
-    sys.exit(code)
 
 
-def _fail(message: str, code: int) -> None:
+def _leave(error: SystemExit) -> NoReturn:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and isinstance(error.code, int | None):
+        # Process groups leave threads behind, and now and then an interpreter that ends under them is aborted.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.code or 0)
+    raise error
+
+
+def _fail(message: str, code: int) -> NoReturn:
     # Of the processes that torchrun started, each finds the same.
     if os.environ.get("RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr)
-    sys.exit(code)
+    _leave(SystemExit(code))

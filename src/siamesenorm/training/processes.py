@@ -95,9 +95,14 @@ def local_device(kind: str) -> torch.device:
 def together(device: torch.device) -> Iterator[Processes]:
     """Meet the other processes that ``torchrun`` started, and part from them at the end; nothing without it.
 
+    Processes that have met already stay together.
+
     Raises:
         ConfigError: where the processes cannot reach each other.
     """
+    if dist.is_initialized():
+        yield _met()
+        return
     if launched() == 1:
         yield ALONE
         return
@@ -112,6 +117,10 @@ def together(device: torch.device) -> Iterator[Processes]:
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"the processes cannot reach each other: {' '.join(str(error).split())}") from error
     try:
-        yield Processes(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        yield _met()
     finally:
         dist.destroy_process_group()
+
+
+def _met() -> Processes:
+    return Processes(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

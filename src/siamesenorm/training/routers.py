@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from siamesenorm import hosts
+from siamesenorm.hosts.families import host_of
 
 
 class RouterLoss:
@@ -21,7 +21,7 @@ class RouterLoss:
 
     def __init__(self, model: Any, *, over_sequences: bool) -> None:
         self.weight: float = model.config.router_aux_loss_coef
-        self._loss: Callable[..., Tensor] = hosts.host_of(model.config).module().load_balancing_loss_func
+        self._loss: Callable[..., Tensor] = host_of(model.config).module().load_balancing_loss_func
         self._experts: int = model.num_experts
         self._active: int = model.num_experts_per_tok
         self._over_sequences = over_sequences

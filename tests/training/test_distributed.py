@@ -1,0 +1,176 @@
+"""Two processes against one: the same losses, the same bits after a resume, and no waiting for each other."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from siamesenorm.data import arrays
+from siamesenorm.training.recipe_files import load
+from siamesenorm.training.run import train
+from siamesenorm.training.run_folder import read_metrics
+from tests.training.test_run import assert_same, weights
+from tests.training.tiny import Watcher, small_corpus, write_recipe
+
+ROOT = Path(__file__).parents[2]
+PLAIN = ["model.config.attention_dropout=0.0"]
+MOE = ["model.host=olmoe", "model.config.num_experts=4", "model.config.num_experts_per_tok=2"]
+TIED = ["model.config.tie_word_embeddings=true"]
+
+# What two processes do, and what one is compared with.
+EQUAL = {
+    "fsdp": [],
+    "fsdp-tied-checkpointed": [*TIED, "train.activation_checkpointing=true", "train.micro_batch_size=1"],
+    "ddp": ["train.parallel=ddp", "train.micro_batch_size=1"],
+    "ddp-tied-masked": ["train.parallel=ddp", *TIED, "data.document_masking=true"],
+    "hsdp": ["train.parallel=hsdp", "train.shard_degree=1", "train.micro_batch_size=1"],
+    "hsdp-of-one-machine": ["train.parallel=hsdp"],
+    "pre": ["model.scheme=pre"],
+    "moe-fsdp": MOE,
+    "moe-fsdp-checkpointed": [*MOE, "train.activation_checkpointing=true", "train.micro_batch_size=1"],
+    "moe-ddp-tied": [*MOE, *TIED, "train.parallel=ddp", "train.micro_batch_size=1"],
+}
+BROKEN = {
+    "dense": [],
+    "dense-tied-ddp": [*TIED, "train.parallel=ddp"],
+    "moe": MOE,
+    "moe-tied": [*MOE, *TIED],
+}
+
+
+def jobs():
+    made = [{"overrides": [*PLAIN, *overrides], "out": f"two/{name}"} for name, overrides in EQUAL.items()]
+    for name, overrides in BROKEN.items():
+        made += [
+            {"overrides": overrides, "out": f"unbroken/{name}"},
+            # One process alone hears of the signal; a checkpoint is due at even steps, an epoch has four.
+            {"overrides": overrides, "out": f"broken/{name}", "at": 3, "signal": "SIGTERM"},
+            {"overrides": overrides, "out": f"broken/{name}"},
+        ]
+    return [
+        *made,
+        {"overrides": PLAIN, "out": "two-then-one", "at": 3, "signal": "SIGINT", "on": 0},
+        {"overrides": PLAIN, "out": "one-then-two"},
+        {"overrides": ["train.precision=bfloat16", *PLAIN], "out": "two/bfloat16"},
+        {"overrides": ["train.batch_size=3"], "out": "odd"},
+        {"overrides": ["train.parallel=hsdp", "train.shard_degree=3"], "out": "odd"},
+        {"overrides": ["optim.lr=1e36", "schedule.warmup_steps=0", "train.max_grad_norm=null"], "out": "diverged"},
+    ]
+
+
+def torchrun(folder, *arguments, processes=2):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return subprocess.Popen(
+        [*command, *map(str, arguments)],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("distributed")
+    write_recipe(folder)
+    small_corpus(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """Trains a run in this process, on the corpus that the others read."""
+    prepare = arrays.prepare
+    arrays.prepare = lambda source="python-stdlib": prepare(source, cache=folder / "cache", root=folder / "corpus")
+    yield lambda out, *overrides: train(load(str(folder / "tiny.yaml"), overrides), folder / out, Watcher())
+    arrays.prepare = prepare
+
+
+@pytest.fixture(scope="module")
+def results(folder, alone):
+    """All that two processes did, by folder."""
+    stopped = train_until(folder, alone, 3)
+    assert stopped.status == "interrupted"
+    todo = jobs()
+    (folder / "jobs.json").write_text(json.dumps(todo))
+    process = torchrun(folder, "-m", "tests.training.worker", folder)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return {
+        job["out"]: result for job, result in zip(todo, json.loads((folder / "results.json").read_text()), strict=True)
+    }
+
+
+def train_until(folder, alone, at):
+    watcher = Watcher(at, lambda: signal.raise_signal(signal.SIGTERM))
+    return train(load(str(folder / "tiny.yaml"), PLAIN), folder / "one-then-two", watcher)
+
+
+def losses(run):
+    return [line["loss"] for line in read_metrics(run / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_two_processes_compute_what_one_does(name, folder, results, alone):
+    run = folder / "two" / name
+    assert results[f"two/{name}"]["statuses"] == ["finished", "finished"]
+    overrides = [each for each in EQUAL[name] if "parallel" not in each and "degree" not in each]
+    expected = alone(f"one/{name}", *PLAIN, *overrides).summary
+    summary = results[f"two/{name}"]["summary"]
+    assert losses(run) == pytest.approx(losses(folder / "one" / name), abs=1e-5)
+    assert len(losses(run)) == 7
+    assert summary["val_loss"] == pytest.approx(expected["val_loss"], abs=1e-5)
+    assert (summary["params"], summary["processes"]) == (expected["params"], 2)
+    ours, theirs = weights(run), weights(folder / "one" / name)
+    assert ours.keys() == theirs.keys()
+    for key, weight in ours.items():
+        torch.testing.assert_close(weight, theirs[key], rtol=1e-4, atol=1e-5)
+    if name.startswith("moe"):
+        ours, theirs = (
+            [line["router_loss"] for line in read_metrics(folder / d / name / "metrics.jsonl")] for d in ("two", "one")
+        )
+        assert ours == pytest.approx(theirs, abs=1e-5)
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    assert sum(p.numel() for p in model.parameters()) == summary["params"]
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_signal_to_one_of_two_is_saved_and_resumed_bit_for_bit(name, folder, results):
+    assert results[f"broken/{name}"]["begun"] == [3]
+    assert_same(folder / "broken" / name, folder / "unbroken" / name)
+
+
+def test_two_then_one_and_one_then_two(folder, results, alone):
+    unbroken = alone("one-alone", *PLAIN)
+    assert results["two-then-one"]["statuses"] == ["interrupted", "interrupted"]
+    assert alone("two-then-one", *PLAIN).status == "finished"
+    assert results["one-then-two"]["begun"] == [3]
+    for out in ("two-then-one", "one-then-two"):
+        assert losses(folder / out) == pytest.approx(losses(folder / "one-alone"), abs=1e-5)
+        summary = json.loads((folder / out / "summary.json").read_text())
+        assert summary["val_loss"] == pytest.approx(unbroken.summary["val_loss"], abs=1e-5)
+
+
+def test_bfloat16_in_parts_is_autocast_within_its_rounding(folder, results, alone):
+    expected = alone("one/bfloat16", "train.precision=bfloat16", *PLAIN).summary
+    assert results["two/bfloat16"]["summary"]["val_loss"] == pytest.approx(expected["val_loss"], abs=0.02)
+
+
+def test_what_does_not_divide_is_refused(folder, results):
+    assert results["odd"]["statuses"] == ["refused", "refused"]
+    assert "train.shard_degree (3) does not divide 2 processes" in results["odd"]["message"]
+    assert not (folder / "odd").exists()
+
+
+def test_all_stop_before_a_step_that_is_not_finite(folder, results):
+    result = results["diverged"]
+    assert result["statuses"] == ["diverged", "diverged"]
+    assert "overflowed first in sublayer" in result["message"]
