@@ -13,11 +13,12 @@ from siamesenorm.training.decay import undecayed
 from siamesenorm.training.engine import CausalLMModule, _optimizer
 from siamesenorm.training.evaluate import evaluate, held_out_sequences
 from siamesenorm.training.events import NonFiniteError
+from siamesenorm.training.routers import RouterLoss
 
 CPU = torch.device("cpu")
 
 
-def module_for(model, micro_batch_size, lr=0.1, max_grad_norm=None):
+def module_for(model, micro_batch_size, lr=0.1, max_grad_norm=None, **options):
     module = CausalLMModule(
         model,
         torch.optim.SGD(model.parameters(), lr=lr),
@@ -28,6 +29,7 @@ def module_for(model, micro_batch_size, lr=0.1, max_grad_norm=None):
         autocast=None,
         seed=0,
         device=CPU,
+        **options,
     )
     module._trainer = SimpleNamespace(global_step=5, max_steps=10, record_metric=lambda *_, **__: None)
     module.record_ce_loss = lambda *_: None
@@ -225,3 +227,89 @@ def test_parameters_and_flops_are_counted(tiny):
 
 def test_make_scheme_and_recipe_agree(tiny):
     assert scheme_of(tiny()).options() == make_scheme("siamese", x="hybrid").options()
+
+
+MOE = [
+    "model.host=olmoe",
+    "model.config.attention_dropout=0.0",
+    "model.config.num_experts=4",
+    "model.config.num_experts_per_tok=2",
+]
+
+
+@pytest.mark.parametrize("host", ["olmoe", "qwen3_moe", "mixtral"])
+def test_the_routers_loss_is_the_hosts_over_each_sequence(tiny, host):
+    experts = "num_local_experts" if host == "mixtral" else "num_experts"
+    model = build_model(tiny(f"model.host={host}", f"model.config.{experts}=4", *MOE[1:2], MOE[3])).double().eval()
+    routers = RouterLoss.of(model, "sequence")
+    ids = uneven_batch()["input_ids"]
+    out = model(input_ids=ids, output_router_logits=True)
+    expected = sum(model(input_ids=row[None], output_router_logits=True).aux_loss for row in ids)
+    assert routers(out.router_logits, len(ids)).item() == pytest.approx(expected.item(), rel=1e-9)
+    whole = RouterLoss.of(model, "micro_batch")(out.router_logits, len(ids))
+    assert whole.item() == pytest.approx(8 * out.aux_loss.item(), rel=1e-9)
+    assert whole.item() != pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_micro_batches_of_experts_change_neither_losses_nor_gradients(tiny):
+    model = build_model(tiny(*MOE, "model.config.router_aux_loss_coef=0.5")).double()
+    found = []
+    for size in (8, 1):
+        module = module_for(model, size, routers=RouterLoss.of(model, "sequence"))
+        module.zero_grads()
+        module.train_batch(uneven_batch())
+        found.append((module._batch_losses.clone(), gradients(model)))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-6, atol=0)
+    for name, grad in found[0][1].items():
+        torch.testing.assert_close(grad, found[1][1][name], rtol=1e-8, atol=1e-12)
+    without = module_for(model, 8)
+    without.zero_grads()
+    without.train_batch(uneven_batch())
+    assert not torch.allclose(model.model.layers[0].mlp.gate.weight.grad, found[0][1]["model.layers.0.mlp.gate.weight"])
+
+
+def test_dense_models_have_no_routers(model):
+    assert RouterLoss.of(model, "sequence") is None
+
+
+@pytest.mark.parametrize("sublayer", range(4))
+def test_the_first_sublayer_whose_streams_overflow_is_named(model, sublayer):
+    module = module_for(model, 4)
+    block = model.model.layers[sublayer // 2]
+    with torch.no_grad():
+        (block.mlp.down_proj if sublayer % 2 else block.self_attn.o_proj).weight[0, 0] = float("inf")
+    module.train_batch(uneven_batch())
+    kind = "mlp" if sublayer % 2 else "attention"
+    named = rf"streams overflowed first in sublayer {sublayer} \(block {sublayer // 2}, {kind}\)"
+    with pytest.raises(NonFiniteError, match=named):
+        module.optim_step()
+    assert not any("write" in vars(part) for part in model.modules())
+
+
+def test_an_overflow_of_gradients_alone_is_named_from_the_end(model):
+    module = module_for(model, 8)
+    module.train_batch(uneven_batch())
+    for block in model.model.layers:
+        block.mlp.up_proj.weight.grad[0, 0] = float("nan")
+    with pytest.raises(NonFiniteError, match=r"gradients overflowed first in sublayer 3 \(block 1, mlp\)"):
+        module.optim_step()
+
+
+def test_steps_that_are_not_finite_are_skipped_up_to_a_number_in_a_row(model):
+    module = module_for(model, 8, skip_nonfinite=2)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+
+    def step(bad):
+        module.zero_grads()
+        module.train_batch(uneven_batch())
+        if bad:
+            next(model.parameters()).grad[0, 0] = float("inf")
+        module.optim_step()
+        return module.skipped
+
+    assert [step(True), step(True)] == [True, True]
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert [step(False), step(True), step(True)] == [False, True, True]
+    assert not torch.equal(model.lm_head.weight, before["lm_head.weight"])
+    with pytest.raises(NonFiniteError):
+        step(True)
