@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint.state_dict as dcp
 from olmo_core.data import DataCollator, NumpyFSLDataLoader, NumpyFSLDataset
@@ -382,7 +383,9 @@ def fit(
         ConfigError: where no checkpoint of a run that has some can be loaded.
     """
     module = _module(model, scheme, recipe, device, processes)
-    loader = _data_loader(recipe, arrays, folder / "order", device)
+    dataset = _dataset(recipe, arrays, folder / "order")
+    processes.first(lambda: _make_room(dataset))
+    loader = _data_loader(recipe, dataset, device)
     recorder = Recorder(listener=listener, validate=validate, validate_every=recipe.train.validate_every)
     trainer = _trainer(module, loader, recipe, recorder, folder, device)
     listener.resumed(_load_newest(trainer, folder, listener, processes))
@@ -474,11 +477,10 @@ def _optimizer(model: PreTrainedModel, scheme: Scheme, recipe: Recipe) -> torch.
     ).build(model)
 
 
-def _data_loader(recipe: Recipe, arrays: TokenArrays, work_dir: Path, device: torch.device) -> NumpyFSLDataLoader:
-    length = recipe.data.sequence_length
+def _dataset(recipe: Recipe, arrays: TokenArrays, work_dir: Path) -> NumpyFSLDataset:
     dataset = NumpyFSLDataset(
         *map(str, arrays.train_paths),
-        sequence_length=length,
+        sequence_length=recipe.data.sequence_length,
         pad_token_id=arrays.vocabulary.pad_id,
         eos_token_id=arrays.vocabulary.eos_id,
         vocab_size=arrays.vocabulary.size,
@@ -486,11 +488,30 @@ def _data_loader(recipe: Recipe, arrays: TokenArrays, work_dir: Path, device: to
     )
     dataset.work_dir = work_dir
     dataset.prepare()
+    return dataset
+
+
+def _make_room(dataset: NumpyFSLDataset) -> None:
+    """See that the order of an epoch can be written; the engine maps that file, and a full disk kills who writes there.
+
+    Raises:
+        ConfigError: with the size that is needed.
+    """
+    folder = Path(dataset.work_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    for left_over in folder.glob("*.tmp"):
+        left_over.unlink()
+    needed = len(dataset) * np.dtype(np.uint32).itemsize
+    if shutil.disk_usage(folder).free < needed:
+        raise ConfigError(f"no space left on device: the order of the data needs {needed:,} bytes in {folder}")
+
+
+def _data_loader(recipe: Recipe, dataset: NumpyFSLDataset, device: torch.device) -> NumpyFSLDataLoader:
     return NumpyFSLDataLoader(
         dataset,
-        collator=DataCollator(pad_token_id=arrays.vocabulary.pad_id),
-        global_batch_size=recipe.train.batch_size * length,
-        work_dir=work_dir,
+        collator=DataCollator(pad_token_id=dataset.pad_token_id),
+        global_batch_size=recipe.train.batch_size * recipe.data.sequence_length,
+        work_dir=dataset.work_dir,
         seed=recipe.seed,
         # Reading a memory map is quicker than handing it between threads on the cores that train.
         num_threads=0 if device.type == "cpu" else None,
