@@ -64,5 +64,5 @@ def register_gains():
     class Gains(type(make_scheme("siamese"))):
         name = "gains"
 
-        def init_gain(self, role):
+        def init_gain(self, role, site):
             return GAINS[role]

@@ -73,6 +73,7 @@ def test_the_config_says_what_it_is(tmp_path):
         "normalized_input": True,
         "depth_scale": "code",
         "x_init": 1.0,
+        "topology": "siamese",
     }
     assert not any(path.suffix in (".bin", ".pt", ".pth") for path in tmp_path.iterdir())
     assert transformers.AutoConfig.from_pretrained(tmp_path).num_hidden_layers == 3

@@ -154,7 +154,7 @@ def test_what_siamese_declares():
     assert [post.branch_norms(attention), hybrid.branch_norms(mlp)] == [(), ()]
     assert hybrid.branch_norms(attention) == ("q", "k", "v")
     for made in (post, hybrid, make_scheme("pre"), make_scheme("post")):
-        assert {made.init_gain(role) for role in ("q", "k", "v", "o", "mlp")} == {1.0}
+        assert {made.init_gain(role, mlp) for role in ("q", "k", "v", "o", "mlp")} == {1.0}
         assert made.decay("anything") is True
         assert made.gate(mlp, 1) == 1.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ __all__ = ["blocks", "build", "install", "model_config", "rewire", "site_table"]
 log = logging.getLogger(__name__)
 
 _RESIDUALS = {"attention": "attn_residual", "mlp": "mlp_residual", "parallel": "residual"}
+# The weights of a sublayer that a scheme may initialise in its own way.
+_ROLES = {"attention": ("q", "k", "v", "o"), "mlp": ("mlp",), "parallel": ("q", "k", "v", "o", "mlp")}
 
 
 def rewire(model: Any, scheme: str | Scheme = "siamese", *, init: bool = False, **options: Any) -> Any:
@@ -136,7 +138,7 @@ def install(model: Any, *, init: bool = True) -> list[str]:
         removed = _install_block(block, scheme, norms, tuple(zip(sublayers, here, strict=True)))
         dropped += [f"{host.blocks}.{index}.{name}" for name in removed]
         if init:
-            _apply_gains(host, scheme, block)
+            _apply_gains(host, scheme, block, here)
     final = norms.ours(getattr(base, host.final_norm))
     final.__class__ = FinalRMSNorm if isinstance(final, RMSNorm) else FinalLayerNorm
     final.readout = norms.like(scheme.readout(norms.for_scheme(final)), final, base)
@@ -156,6 +158,7 @@ def _install_block(
         for name in dict.fromkeys(branch.norm for branch in branches):
             norm = norms.ours(getattr(block, name))
             if place != "none":
+                norm.scale = scheme.input_scale(site)
                 setattr(block, name, norm)
                 continue
             removed += [name] if norms.is_trained(norm) else []
@@ -237,14 +240,15 @@ def _check_parts(host: Host, model: Any) -> None:
 
 
 @torch.no_grad()
-def _apply_gains(host: Host, scheme: Scheme, block: Any) -> None:
+def _apply_gains(host: Host, scheme: Scheme, block: Any, sites: Iterable[Site]) -> None:
     """Multiply a new block's weights by the scheme's own gains."""
     attention = next(branch for branch in host.parallel or host.branches if branch.kind == "attention")
-    for role in ("q", "k", "v", "o", "mlp"):
-        gain = scheme.init_gain(role)
-        if gain != 1.0:
-            for weight in _weights(host, block, getattr(block, attention.module), role):
-                weight.mul_(gain)
+    for site in sites:
+        for role in _ROLES[site.kind]:
+            gain = scheme.init_gain(role, site)
+            if gain != 1.0:
+                for weight in _weights(host, block, getattr(block, attention.module), role):
+                    weight.mul_(gain)
 
 
 def _weights(host: Host, block: Any, attention: Any, role: str) -> list[torch.Tensor]:

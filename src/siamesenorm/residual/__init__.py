@@ -3,7 +3,7 @@
 Start with ``scheme.py`` (what a scheme is), then ``siamese.py`` (SiameseNorm as its equations).
 """
 
-from . import siamese, single
+from . import hybridnorm, post_variants, pre_variants, resi_dual, siamese, single
 from .errors import ConfigError, nearest
 from .norms import LayerNorm, Norm, NormSpec, RMSNorm
 from .run import close_streams, finished, open_streams, set_step, through
@@ -39,10 +39,14 @@ __all__ = [
     "choose",
     "close_streams",
     "finished",
+    "hybridnorm",
     "make_scheme",
     "nearest",
     "open_streams",
+    "post_variants",
+    "pre_variants",
     "register",
+    "resi_dual",
     "schemes",
     "set_step",
     "siamese",

@@ -36,9 +36,13 @@ class Norm(nn.Module):
         affine: learn a weight of shape (size,); without it there is no bias either.
         init: what the norm multiplies by at first; a bias starts at 0.
         offset: added to the weight before it multiplies (Gemma's is 1, and its weight starts at 0).
+
+    Attributes:
+        scale: a constant on the output, before it is rounded (see :meth:`Scheme.input_scale`).
     """
 
     kind: NormKind
+    scale: float = 1.0
 
     def __init__(
         self,
@@ -80,6 +84,11 @@ class Norm(nn.Module):
 
     def wide(self, x: Tensor) -> Tensor:
         """The norm of ``x`` (…, size) in the wide dtype, for a caller that goes on computing before it rounds."""
+        out = self._affine(widen(x))
+        return out if self.scale == 1.0 else out * self.scale
+
+    def _affine(self, x: Tensor) -> Tensor:
+        """Statistics, weight and bias, all in ``x``'s dtype."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
@@ -87,8 +96,9 @@ class Norm(nn.Module):
         return self.wide(x).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """Width, eps and whether there is a bias."""
-        return f"{self.size}, eps={self.eps}, bias={self.bias is not None}"
+        """Width, eps, whether there is a bias, and the scale where there is one."""
+        scale = "" if self.scale == 1.0 else f", scale={self.scale:.4g}"
+        return f"{self.size}, eps={self.eps}, bias={self.bias is not None}{scale}"
 
 
 class RMSNorm(Norm):
@@ -96,9 +106,7 @@ class RMSNorm(Norm):
 
     kind = "rms"
 
-    def wide(self, x: Tensor) -> Tensor:
-        """As :meth:`Norm.wide`."""
-        x = widen(x)
+    def _affine(self, x: Tensor) -> Tensor:
         out = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
         if (factor := self.factor(x.dtype)) is not None:
             out = out * factor
@@ -110,9 +118,7 @@ class LayerNorm(Norm):
 
     kind = "layer"
 
-    def wide(self, x: Tensor) -> Tensor:
-        """As :meth:`Norm.wide`."""
-        x = widen(x)
+    def _affine(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.layer_norm(x, (self.size,), self.factor(x.dtype), bias, self.eps)
 

@@ -50,7 +50,7 @@ def through(
     if tap is not None:
         tap(u)
     o = branch(u)
-    if sublayer.gate != 1.0:
+    if sublayer.gate != 1.0 and not sublayer.gates_itself:
         o = o * sublayer.gate
     return sublayer.write(carry, o) + marker
 

@@ -1,14 +1,14 @@
 """What a residual scheme is.
 
 A scheme decides what a branch (attention, MLP) reads from the residual streams, and how the branch's output is written
-back. Everything else in a Transformer is independent of it. Four moments and five declared facts say all of it:
+back. Everything else in a Transformer is independent of it. Four moments and six declared facts say all of it:
 
     open(h) -> streams                the embedding h (…, d) to the starting streams
     read(streams) -> (u, carry)       what a sublayer's branch reads, and what its write will need
     write(carry, o) -> streams        fold the branch's output o in
     close(streams) -> h               the readout that the final norm sees
 
-    input_norm, branch_norms, init_gain, decay, gate
+    input_norm, input_scale, branch_norms, init_gain, decay, gate
 
 ``read`` and ``write`` belong to one :class:`Sublayer` per sublayer, which owns its norms and scales; ``close`` belongs
 to the :class:`Readout`. A host needs to know no more than this file.
@@ -82,9 +82,12 @@ class Sublayer(nn.Module, ABC):
     Attributes:
         site: where the sublayer stands.
         gate: factor on the branch output; 1.0 but during a residual warm-up (see :meth:`Scheme.gate`).
+        gates_itself: whether ``write`` multiplies by the gate. One that first normalises the branch output has to, as
+            a factor before a norm is lost.
     """
 
     gate: float = 1.0
+    gates_itself: ClassVar[bool] = False
 
     def __init__(self, site: Site) -> None:
         super().__init__()
@@ -100,7 +103,7 @@ class Sublayer(nn.Module, ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, str | float]:
-        """For tables: ``reads`` and ``writes`` as short equations, and ``scale`` on the update of a normed stream."""
+        """For tables: ``reads`` and ``writes`` as short equations, and ``scale``, the constant in them."""
 
     def reset_parameters(self) -> None:
         """Initial values of the parameters held directly (norms reset themselves). Draws no random numbers."""
@@ -156,12 +159,16 @@ class Scheme(ABC):
         """Where the host's own norm of this sublayer goes: before the branch, after it, or nowhere (it is removed)."""
         return "before"
 
+    def input_scale(self, site: Site) -> float:
+        """Constant factor on the output of the host's own norm, where it stands before the branch."""
+        return 1.0
+
     def branch_norms(self, site: Site) -> tuple[str, ...]:
         """Which of ``"q"``, ``"k"``, ``"v"`` the attention normalises per head, before RoPE and before the cache."""
         return ()
 
-    def init_gain(self, role: str) -> float:
-        """Factor on the host's initial weights of a ``role``: ``"q"``, ``"k"``, ``"v"``, ``"o"`` or ``"mlp"``."""
+    def init_gain(self, role: str, site: Site) -> float:
+        """Factor on the initial weights of a ``role`` at ``site``: ``"q"``, ``"k"``, ``"v"``, ``"o"`` or ``"mlp"``."""
         return 1.0
 
     def decay(self, name: str) -> bool:

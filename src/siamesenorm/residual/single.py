@@ -1,4 +1,4 @@
-"""Pre-Norm and Post-Norm: one stream.
+"""Pre-Norm and Post-Norm: one stream. Other schemes of one stream are built from their parts.
 
     pre    Y = Y + F(N(Y))        readout Y      (Wang et al., arXiv 1906.01787; Xiong et al., arXiv 2002.04745)
     post   X = N(X + F(X))        readout X      (Vaswani et al., arXiv 1706.03762)
@@ -16,49 +16,70 @@ from torch import Tensor
 from .norms import NormSpec, widen
 from .scheme import Carry, NormPlace, Readout, Scheme, Site, Streams, Sublayer, register
 
-__all__ = ["PostNorm", "PreNorm"]
+__all__ = ["AddSublayer", "NormedAddSublayer", "OneStream", "PostNorm", "PreNorm"]
 
 
-class _PreSublayer(Sublayer):
+class AddSublayer(Sublayer):
+    """Reads the stream as it is, and adds the branch output to it."""
+
+    def __init__(self, site: Site, stream: str = "Y") -> None:
+        super().__init__(site)
+        self.stream = stream
+
     def read(self, streams: Streams) -> tuple[Tensor, Carry]:
-        (y,) = streams
-        return y, (y,)
+        """The stream, and the stream."""
+        (stream,) = streams
+        return stream, (stream,)
 
     def write(self, carry: Carry, o: Tensor) -> Streams:
-        (y,) = carry
-        return (y + o,)
+        """The stream plus o."""
+        (stream,) = carry
+        return (stream + o,)
 
     def describe(self) -> dict[str, str | float]:
-        return {"reads": "Y", "writes": "Y = Y + o", "scale": 1.0}
+        """As :meth:`Sublayer.describe`."""
+        return {"reads": self.stream, "writes": f"{self.stream} = {self.stream} + o", "scale": 1.0}
 
 
-class _PostSublayer(Sublayer):
-    def __init__(self, site: Site, norm: NormSpec) -> None:
+class NormedAddSublayer(Sublayer):
+    """Reads the stream as it is, and replaces it by N(a·X + o)."""
+
+    def __init__(self, site: Site, norm: NormSpec, a: float = 1.0) -> None:
         super().__init__(site)
         self.norm = norm.build()
+        self.a = a
 
     def read(self, streams: Streams) -> tuple[Tensor, Carry]:
+        """The stream, and the stream."""
         (x,) = streams
         return x, (x,)
 
     def write(self, carry: Carry, o: Tensor) -> Streams:
+        """N(a·X + o)."""
         (x,) = carry
-        return (self.norm.wide(widen(x) + o).to(x.dtype),)
+        wide = widen(x)
+        total = wide + o if self.a == 1.0 else self.a * wide + o
+        return (self.norm.wide(total).to(x.dtype),)
 
     def describe(self) -> dict[str, str | float]:
-        return {"reads": "X", "writes": "X = N(X + o)", "scale": 1.0}
+        """As :meth:`Sublayer.describe`."""
+        return {"reads": "X", "writes": "X = N(X + o)" if self.a == 1.0 else "X = N(a·X + o)", "scale": self.a}
 
 
-class _OneStream(Readout):
+class OneStream(Readout):
+    """The stream, as it is."""
+
     def __init__(self, stream: str) -> None:
         super().__init__()
         self.stream = stream
 
     def close(self, streams: Streams) -> Tensor:
+        """The stream."""
         (stream,) = streams
         return stream
 
     def describe(self) -> dict[str, str | float]:
+        """As :meth:`Sublayer.describe`."""
         return {"reads": self.stream, "writes": "", "scale": 1.0}
 
 
@@ -75,11 +96,11 @@ class PreNorm(Scheme):
 
     def sublayer(self, site: Site, norm: NormSpec) -> Sublayer:
         """Y = Y + F(N(Y)), N being the host's own norm."""
-        return _PreSublayer(site)
+        return AddSublayer(site)
 
     def readout(self, norm: NormSpec) -> Readout:
         """Y."""
-        return _OneStream("Y")
+        return OneStream("Y")
 
 
 @register
@@ -99,8 +120,8 @@ class PostNorm(Scheme):
 
     def sublayer(self, site: Site, norm: NormSpec) -> Sublayer:
         """X = N(X + F(X))."""
-        return _PostSublayer(site, norm)
+        return NormedAddSublayer(site, norm)
 
     def readout(self, norm: NormSpec) -> Readout:
         """X."""
-        return _OneStream("X")
+        return OneStream("X")

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from .errors import ConfigError, nearest
-from .norms import NormKind, NormSpec
+from .norms import Norm, NormKind, NormSpec
 from .run import close_streams, open_streams, through
 from .scheme import Block, Kind, Scheme, Site, Streams, Sublayer, make_scheme
 
@@ -27,6 +27,9 @@ class _StackBlock(Block):
         self.places = tuple(scheme.input_norm(site) for site in sites)
         self.branches = nn.ModuleList(branches)
         self.norms = nn.ModuleList(norm.build() if place != "none" else nn.Identity() for place in self.places)
+        for site, own in zip(sites, self.norms, strict=True):
+            if isinstance(own, Norm):
+                own.scale = scheme.input_scale(site)
         self.residuals = nn.ModuleList(scheme.sublayer(site, norm) for site in sites)
 
     def forward(self, streams: Streams, arguments: Arguments) -> Streams:
