@@ -3,7 +3,7 @@
 Start with ``scheme.py`` (what a scheme is), then ``siamese.py`` (SiameseNorm as its equations).
 """
 
-from . import hybridnorm, post_variants, pre_variants, resi_dual, siamese, single
+from . import attnres, hybridnorm, hyper, mgr, mhc, post_variants, pre_variants, resi_dual, siamese, single
 from .errors import ConfigError, nearest
 from .norms import LayerNorm, Norm, NormSpec, RMSNorm
 from .run import close_streams, finished, open_streams, set_step, through
@@ -16,6 +16,7 @@ from .scheme import (
     Streams,
     Sublayer,
     choose,
+    count,
     make_scheme,
     register,
     schemes,
@@ -36,11 +37,16 @@ __all__ = [
     "Stack",
     "Streams",
     "Sublayer",
+    "attnres",
     "choose",
     "close_streams",
+    "count",
     "finished",
     "hybridnorm",
+    "hyper",
     "make_scheme",
+    "mgr",
+    "mhc",
     "nearest",
     "open_streams",
     "post_variants",

@@ -45,7 +45,7 @@ class _PeriSublayer(Sublayer):
     def write(self, carry: Carry, o: Tensor) -> Streams:
         (y,) = carry
         out = self.norm_out.wide(o)
-        return ((widen(y) + (out if self.gate == 1.0 else out * self.gate)).to(y.dtype),)
+        return ((widen(y) + self.gated(out)).to(y.dtype),)
 
     def describe(self) -> dict[str, str | float]:
         y = "Y" if self.norm_embedding is None else "Nh(Y)"

@@ -50,8 +50,8 @@ def through(
     if tap is not None:
         tap(u)
     o = branch(u)
-    if sublayer.gate != 1.0 and not sublayer.gates_itself:
-        o = o * sublayer.gate
+    if not sublayer.gates_itself:
+        o = sublayer.gated(o)
     return sublayer.write(carry, o) + marker
 
 
@@ -62,10 +62,19 @@ def close_streams(readout: Readout, streams: Streams) -> Tensor:
 
 
 def set_step(module: nn.Module, scheme: Scheme, step: int) -> None:
-    """Set every sublayer's gate for training step ``step`` (from 1); a schedule is over where the gate is 1."""
+    """Set every sublayer's gate for training step ``step`` (from 1); a schedule is over where the gate is 1.
+
+    Gates are not saved with a model: a resumed run sets them by the step it goes on from, and a loaded model is open.
+    """
     for sublayer in module.modules():
         if isinstance(sublayer, Sublayer):
-            sublayer.gate = scheme.gate(sublayer.site, step)
+            value = scheme.gate(sublayer.site, step)
+            if isinstance(sublayer.gate, Tensor):
+                sublayer.gate.fill_(value)
+            elif value != 1.0:
+                # A tensor without dimensions, in main memory, multiplies on any device and in any dtype. Compiled code
+                # reads it anew each time, where a Python number would be part of the code.
+                sublayer.gate = torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 def _marked(streams: Streams) -> bool:

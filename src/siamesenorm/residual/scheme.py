@@ -34,6 +34,7 @@ __all__ = [
     "Streams",
     "Sublayer",
     "choose",
+    "count",
     "make_scheme",
     "register",
     "schemes",
@@ -81,12 +82,13 @@ class Sublayer(nn.Module, ABC):
 
     Attributes:
         site: where the sublayer stands.
-        gate: factor on the branch output; 1.0 but during a residual warm-up (see :meth:`Scheme.gate`).
+        gate: factor on the branch output; 1.0 but during a residual warm-up (see :meth:`Scheme.gate`). One that has
+            been another number is a tensor from then on, so that compiled code takes the next value as it comes.
         gates_itself: whether ``write`` multiplies by the gate. One that first normalises the branch output has to, as
             a factor before a norm is lost.
     """
 
-    gate: float = 1.0
+    gate: float | Tensor = 1.0
     gates_itself: ClassVar[bool] = False
 
     def __init__(self, site: Site) -> None:
@@ -100,6 +102,10 @@ class Sublayer(nn.Module, ABC):
     @abstractmethod
     def write(self, carry: Carry, o: Tensor) -> Streams:
         """The streams after the branch's output ``o`` (…, d) is folded in."""
+
+    def gated(self, o: Tensor) -> Tensor:
+        """The branch output ``o`` under the gate, in its own dtype."""
+        return o * self.gate if isinstance(self.gate, Tensor) or self.gate != 1.0 else o
 
     @abstractmethod
     def describe(self) -> dict[str, str | float]:
@@ -135,13 +141,20 @@ class Scheme(ABC):
     Attributes:
         stream_dtype: ``"float32"`` keeps the streams in float32 in a narrower model (a bfloat16 stream loses an update
             smaller than 1/256 of it); ``None`` keeps them in the dtype of the embedding.
+        warmup_steps: T of a progressive residual warm-up (ProRes, arXiv 2603.05369, which takes 1000): at training step
+            t, from 1, the branch output of block l is multiplied by min(t / (T·(l+1)), 1), so deeper blocks open later
+            and the last of L opens at step T·L. ``None`` is no warm-up. A model that is not in training is open.
     """
 
     name: ClassVar[str]
     stream_dtype: Literal["float32"] | None = None
+    warmup_steps: int | None = None
 
     def __post_init__(self) -> None:
         choose(self, "stream_dtype", None, "float32")
+        if self.warmup_steps == 0 and not isinstance(self.warmup_steps, bool):
+            raise ConfigError(f"option 'warmup_steps' of scheme '{self.name}' cannot be 0: a schedule of no steps")
+        count(self, "warmup_steps", optional=True)
 
     @abstractmethod
     def open(self, h: Tensor) -> Streams:
@@ -177,7 +190,9 @@ class Scheme(ABC):
 
     def gate(self, site: Site, step: int) -> float:
         """Factor on the branch output at training step ``step`` (from 1)."""
-        return 1.0
+        if self.warmup_steps is None:
+            return 1.0
+        return min(step / (self.warmup_steps * (site.block + 1)), 1.0)
 
     def options(self) -> dict[str, Any]:
         """The options as plain values."""
@@ -195,6 +210,19 @@ def choose(scheme: Scheme, option: str, *valid: object) -> None:
         return
     hint = nearest(str(value), (str(v) for v in valid))
     raise ConfigError(f"option '{option}' of scheme '{scheme.name}' cannot be {value!r}: {hint}")
+
+
+def count(scheme: Scheme, option: str, *, optional: bool = False) -> None:
+    """Check that ``scheme.option`` is a whole number of at least 1, or ``None`` where it is ``optional``.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    value = getattr(scheme, option)
+    if (optional and value is None) or (type(value) is int and value >= 1):
+        return
+    wanted = "a whole number of at least 1" + (", or none" if optional else "")
+    raise ConfigError(f"option '{option}' of scheme '{scheme.name}' must be {wanted}, not {value!r}")
 
 
 _REGISTRY: dict[str, type[Scheme]] = {}
