@@ -8,7 +8,7 @@ official code compute them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -55,19 +55,19 @@ class Sub:
 
 
 def siamese(
-    h: Tensor, subs: Sequence[Sub], nx_out: Function, ny_out: Function
+    h: Tensor, subs: Sequence[Sub], nx_out: Function, ny_out: Function, topology: str = "siamese"
 ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-    """The readout, and (X, Y) after every sublayer."""
+    """The readout, and (X, Y) after every sublayer; Y is not read by the branches, or is not there, in an ablation."""
     x = y = h
     states: list[tuple[Tensor, ...]] = []
     for sub in subs:
         read = sub.c1 * x if sub.nx is None else sub.nx(x)
         if sub.nx is not None and not sub.keep_x:
             x = read
-        o = sub.f(sub.nin(read + sub.ny(y)))
+        o = sub.f(sub.nin(read + sub.ny(y) if topology == "siamese" else read))
         x, y = x + sub.c * o, y + o
-        states.append((x, y))
-    return nx_out(x) + ny_out(y), states
+        states.append((x,) if topology == "single" else (x, y))
+    return nx_out(x) if topology == "single" else nx_out(x) + ny_out(y), states
 
 
 def pre(h: Tensor, subs: Sequence[tuple[Function, Function]]) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
@@ -95,6 +95,171 @@ def scale(depth_scale: str, sublayer: int) -> float:
         "paper": 1 / math.sqrt(sublayer + 1),
         "none": 1.0,
     }[depth_scale]
+
+
+@dataclass
+class Part:
+    """One sublayer: what a scheme is given of it, whatever model it stands in.
+
+    ``branches`` are functions without norms, each with the host's norm of its own; there are two where attention and
+    MLP run in parallel, and their sum is what the sublayer adds. ``weights`` are the parameters that the scheme itself
+    has here, and ``norm`` makes one of its norms by name.
+    """
+
+    branches: Sequence[tuple[Function, Function]]
+    weights: Mapping[str, Tensor]
+    norm: Callable[[str], Function]
+    block: int
+    attention: bool
+
+    def bare(self, u: Tensor) -> Tensor:
+        """F(u)."""
+        return _sum(f(u) for f, _ in self.branches)
+
+    def normed(self, u: Tensor, factor: float = 1.0) -> Tensor:
+        """F(factor · N(u))."""
+        return _sum(f(factor * n(u)) for f, n in self.branches)
+
+    def normed_after(self, u: Tensor) -> Tensor:
+        """N(F(u))."""
+        return _sum(n(f(u)) for f, n in self.branches)
+
+
+def _sum(terms: Iterable[Tensor]) -> Tensor:
+    first, *rest = terms
+    return sum(rest, first)
+
+
+@dataclass
+class Stack:
+    """Sublayers, the depth in blocks, and the readout's own norms by name."""
+
+    parts: Sequence[Part]
+    blocks: int
+    readout: Callable[[str], Function]
+
+
+Result = tuple[Tensor, list[tuple[Tensor, ...]]]
+
+
+def one_stream(step: Callable[[Tensor, Part], Tensor]) -> Callable[[Tensor, Stack], Result]:
+    """A scheme of one stream, from its sublayer's equation: the stream at the end, and after every sublayer."""
+
+    def run(h: Tensor, stack: Stack) -> Result:
+        x, states = h, []
+        for part in stack.parts:
+            x = step(x, part)
+            states.append((x,))
+        return x, states
+
+    return run
+
+
+def peri(h: Tensor, stack: Stack, normalized_embedding: bool = True) -> Result:
+    if normalized_embedding:
+        h = stack.parts[0].norm("norm_embedding")(h)
+    return one_stream(lambda y, part: y + part.norm("norm_out")(part.normed(y)))(h, stack)
+
+
+def hybridnorm(h: Tensor, stack: Stack, first_block_pre: bool = False) -> Result:
+    def step(x: Tensor, part: Part) -> Tensor:
+        if first_block_pre and part.block == 0:
+            return x + part.normed(x)
+        if part.attention:
+            return x + part.bare(x)
+        x = part.norm("norm")(x)
+        return x + part.bare(x)
+
+    return one_stream(step)(h, stack)
+
+
+def mixln(h: Tensor, stack: Stack, share: float = 0.25) -> Result:
+    def step(x: Tensor, part: Part) -> Tensor:
+        post = part.block < share * stack.blocks
+        return part.norm("norm")(x + part.bare(x)) if post else x + part.normed(x)
+
+    return one_stream(step)(h, stack)
+
+
+def deepnorm(h: Tensor, stack: Stack) -> Result:
+    a = (2 * stack.blocks) ** (1 / 4)
+    return one_stream(lambda x, part: part.norm("norm")(a * x + part.bare(x)))(h, stack)
+
+
+def keel(h: Tensor, stack: Stack) -> Result:
+    def step(x: Tensor, part: Part) -> Tensor:
+        if part.block == 0 and part.attention:
+            return x + part.normed(x)
+        a = 1 if part.block == 0 else len(stack.parts)
+        return part.norm("norm")(a * x + part.normed(x))
+
+    return one_stream(step)(h, stack)
+
+
+def spannorm(h: Tensor, stack: Stack) -> Result:
+    states: list[tuple[Tensor, ...]] = []
+    for attention, mlp in zip(stack.parts[::2], stack.parts[1::2], strict=True):
+        o = attention.normed(h) if attention.block == 0 else attention.bare(h)
+        u = attention.norm("norm")(h + o)
+        states.append((u, h))
+        h = mlp.norm("norm")(h + mlp.bare(u))
+        states.append((h,))
+    return h, states
+
+
+def resi_dual(h: Tensor, stack: Stack) -> Result:
+    x = y = h
+    states: list[tuple[Tensor, ...]] = []
+    for part in stack.parts:
+        o = part.bare(x)
+        x, y = part.norm("norm")(x + o), y + o
+        states.append((x, y))
+    return x + stack.readout("norm_y")(y), states
+
+
+def siamese_of(
+    h: Tensor,
+    stack: Stack,
+    x: str = "post",
+    first_block_pre: bool = False,
+    normalized_input: bool = True,
+    depth_scale: str = "code",
+    topology: str = "siamese",
+) -> Result:
+    subs = []
+    for i, part in enumerate(stack.parts):
+        hybrid = x == "hybrid" and part.attention
+        starred = first_block_pre and part.block == 0
+        # A block of one sublayer counts as two in the scale.
+        place = i * 2 * stack.blocks // len(stack.parts)
+        subs.append(
+            Sub(
+                part.bare if hybrid or not normalized_input else part.normed,
+                part.norm("norm_y"),
+                nx=None if hybrid and not starred else part.norm("norm_x"),
+                c1=part.weights.get("c1"),
+                c=scale(depth_scale, place),
+                keep_x=starred,
+            )
+        )
+    return siamese(h, subs, stack.readout("norm_x"), stack.readout("norm_y"), topology)
+
+
+ORACLES: dict[str, Callable[..., Result]] = {
+    "pre": one_stream(lambda y, part: y + part.normed(y)),
+    "post": one_stream(lambda x, part: part.norm("norm")(x + part.bare(x))),
+    "peri": peri,
+    "reordered": one_stream(lambda y, part: y + part.normed_after(y)),
+    "hybridnorm": hybridnorm,
+    "mixln": mixln,
+    "deepnorm": deepnorm,
+    "lns": one_stream(lambda y, part: y + part.normed(y, 1 / math.sqrt(part.block + 1))),
+    "spannorm": spannorm,
+    "keel": keel,
+    "resi_dual": resi_dual,
+    "siamese": siamese_of,
+}
+"""By a scheme's name: from the embedding, the stack and the scheme's options to the readout and all streams."""
 
 
 def rotate(x: Tensor, theta: float, positions: Tensor, part: float = 1.0) -> Tensor:
@@ -366,7 +531,6 @@ def hf_lm(
     scheme: str,
     tokens: Tensor,
     *,
-    x: str = "post",
     window: int | None = None,
     padding: Tensor | None = None,
     mlps: Sequence[Callable[[Mapping[str, Tensor], Tensor], Tensor]] | None = None,
@@ -397,8 +561,7 @@ def hf_lm(
         h = h * torch.tensor(config.hidden_size**0.5, dtype=torch.float32)
     if family_of(config) == "gpt2":
         h = h + w["transformer.wpe.weight"][positions]
-    pairs, subs = [], []
-    starred_stack = options.get("first_block_pre", False)
+    parts: list[Part] = []
     for index in range(config.num_hidden_layers):
         block = f"{names.body}{names.blocks}{index}."
         own = within(w, block + names.attention)
@@ -415,42 +578,23 @@ def hf_lm(
         mlp = swiglu(inner, "gate_proj", "up_proj", "down_proj") if mlps is None else partial(mlps[index], inner)
         nins = [norm(block + name) for name in names.norms]
         if parallel:
+            # Phi and StableLM have one norm for both.
             nins = nins if family_of(config) == "gpt_neox" else nins[:1] * 2
-            if scheme == "post":
-                nins = [identity, identity]
-            both = partial(_sum_of, attend, nins[0], mlp, nins[1])
-            sublayers = [(both, "", identity)]
+            groups = [("residual.", [(attend, nins[0]), (mlp, nins[1])])]
         else:
-            sublayers = [(attend, "attn_", nins[0]), (mlp, "mlp_", nins[1])]
-        for branch, place, nin in sublayers:
-            residual = f"{block}{place}residual."
-            if scheme == "pre":
-                pairs.append((branch, nin))
-            elif scheme == "post":
-                pairs.append((branch, norm(residual + "norm")))
-            else:
-                hybrid = x == "hybrid" and place == "attn_"
-                starred = starred_stack and index == 0
-                bare = hybrid or not options.get("normalized_input", True)
-                subs.append(
-                    Sub(
-                        branch,
-                        norm(residual + "norm_y"),
-                        identity if bare else nin,
-                        None if hybrid and not starred else norm(residual + "norm_x"),
-                        w.get(residual + "c1"),
-                        scale(options.get("depth_scale", "code"), 2 * len(subs) if parallel else len(subs)),
-                        starred,
-                    )
+            groups = [("attn_residual.", [(attend, nins[0])]), ("mlp_residual.", [(mlp, nins[1])])]
+        for residual, branches in groups:
+            parts.append(
+                Part(
+                    branches,
+                    within(w, block + residual),
+                    lambda name, prefix=block + residual: norm(prefix + name),
+                    index,
+                    residual == "attn_residual.",
                 )
+            )
     final = names.body + names.final
-    if scheme == "siamese":
-        out, states = siamese(h, subs, norm(f"{final}.readout.norm_x"), norm(f"{final}.readout.norm_y"))
-    else:
-        out, states = {"pre": pre, "post": post}[scheme](h, pairs)
+    stack = Stack(parts, config.num_hidden_layers, lambda name: norm(f"{final}.readout.{name}"))
+    out, states = ORACLES[scheme](h, stack, **options)
     out = F.linear(norm(final)(out), w.get(f"{names.head}.weight", table), w.get(f"{names.head}.bias"))
     return out, states if parallel else states[1::2]
-
-
-def _sum_of(f: Function, f_norm: Function, g: Function, g_norm: Function, u: Tensor) -> Tensor:
-    return f(f_norm(u)) + g(g_norm(u))

@@ -77,6 +77,22 @@ SCHEMES = {
     "post": ("post", {}),
 }
 SIAMESE = ("post-pre", "hybrid-pre")
+# What the paper compares with, and its ablations: a suite of its own runs each (test_schemes.py).
+BASELINES: dict[str, tuple[str, dict[str, object]]] = {
+    "peri": ("peri", {}),
+    "sandwich": ("peri", {"normalized_embedding": False}),
+    "reordered": ("reordered", {}),
+    "hybridnorm": ("hybridnorm", {}),
+    "hybridnorm*": ("hybridnorm", {"first_block_pre": True}),
+    "mixln": ("mixln", {}),
+    "deepnorm": ("deepnorm", {}),
+    "lns": ("lns", {}),
+    "spannorm": ("spannorm", {}),
+    "keel": ("keel", {}),
+    "resi_dual": ("resi_dual", {}),
+    "topology-resi_dual": ("siamese", {"topology": "resi_dual", "depth_scale": "none"}),
+    "topology-single": ("siamese", {"topology": "single", "x": "hybrid"}),
+}
 
 
 def shape(family: str) -> dict[str, object]:
@@ -118,7 +134,7 @@ def host(family: str = "llama", seed: int = 0, **changes):
 
 def rewired(family: str = "llama", scheme: str = "post-pre", seed: int = 0, *, options=None, **changes):
     """The same, rewired, with the scheme's own parameters away from their start too."""
-    name, given = SCHEMES[scheme]
+    name, given = {**SCHEMES, **BASELINES}[scheme]
     model = siamesenorm.rewire(host(family, seed, **changes), name, **{**given, **(options or {})})
     return scatter(model, seed + 1).eval()
 

@@ -12,6 +12,7 @@ from siamesenorm.probes import capture_streams
 from siamesenorm.residual import Site, Stack, make_scheme
 from siamesenorm.residual.norms import NormSpec
 from tests import oracle
+from tests.hosts import tiny
 from tests.parity import relative_error
 
 D = 12
@@ -59,38 +60,25 @@ def follow(stack, h, scheme, kind="rms", eps=EPS, **options):
     def norm(name):
         return oracle.norm_of(w, name, kind, eps)
 
-    subs = []
-    for i in range(2 * len(stack.blocks)):
-        prefix, j = f"blocks.{i // 2}.", i % 2
-        f = stack.blocks[i // 2].branches[j]
-        residual, nin = f"{prefix}residuals.{j}.", f"{prefix}norms.{j}"
-        if scheme == "pre":
-            subs.append((f, norm(nin)))
-        elif scheme == "post":
-            subs.append((f, norm(residual + "norm")))
-        else:
-            hybrid = options.get("x") == "hybrid" and j == 0
-            starred = options.get("first_block_pre", False) and i < 2
-            bare = hybrid or not options.get("normalized_input", True)
-            scaled = hybrid and not starred
-            subs.append(
-                oracle.Sub(
-                    f,
-                    norm(residual + "norm_y"),
-                    oracle.identity if bare else norm(nin),
-                    None if scaled else norm(residual + "norm_x"),
-                    w[residual + "c1"] if scaled else None,
-                    oracle.scale(options.get("depth_scale", "code"), i),
-                    starred,
-                )
+    parts = []
+    for block, (made, j) in enumerate(itertools.product(stack.blocks, (0, 1))):
+        block //= 2
+        prefix = f"blocks.{block}.residuals.{j}."
+        parts.append(
+            oracle.Part(
+                [(made.branches[j], norm(f"blocks.{block}.norms.{j}"))],
+                oracle.within(w, prefix),
+                lambda name, prefix=prefix: norm(prefix + name),
+                block,
+                j == 0,
             )
-    if scheme == "siamese":
-        out, states = oracle.siamese(h, subs, norm("readout.norm_x"), norm("readout.norm_y"))
-    else:
-        out, states = {"pre": oracle.pre, "post": oracle.post}[scheme](h, subs)
+        )
+    followed = oracle.Stack(parts, len(stack.blocks), lambda name: norm(f"readout.{name}"))
+    out, states = oracle.ORACLES[scheme](h, followed, **options)
     return norm("norm")(out), states[1::2]
 
 
+BASELINES = [case for case in tiny.BASELINES.values() if case[0] != "siamese"]
 SIAMESE = [
     {"x": x, "first_block_pre": starred, "normalized_input": nin, "depth_scale": c}
     for x, starred, nin, c in itertools.product(
@@ -98,7 +86,23 @@ SIAMESE = [
     )
     if x == "hybrid" or not starred
 ]
-CASES = [("pre", {}), ("post", {}), *(("siamese", options) for options in SIAMESE)]
+TOPOLOGIES = [
+    {"topology": topology, **options}
+    for topology in ("resi_dual", "single")
+    for options in (
+        {},
+        {"normalized_input": False, "depth_scale": "none"},
+        {"x": "hybrid"},
+        {"x": "hybrid", "first_block_pre": True, "normalized_input": False},
+    )
+]
+CASES = [
+    ("pre", {}),
+    ("post", {}),
+    *BASELINES,
+    ("mixln", {"share": 0.5}),
+    *(("siamese", options) for options in (*SIAMESE, *TOPOLOGIES)),
+]
 
 
 def named(case):
@@ -287,7 +291,9 @@ def test_the_jacobian_blocks_of_one_sublayer(depth_scale):
         assert relative_error(got, wanted) < 1e-12
 
 
-@pytest.mark.parametrize("case", [("pre", {}), ("post", {}), ("siamese", {}), ("siamese", {"x": "hybrid"})], ids=named)
+@pytest.mark.parametrize(
+    "case", [("pre", {}), ("post", {}), ("siamese", {}), ("siamese", {"x": "hybrid"}), *BASELINES], ids=named
+)
 def test_gradcheck_of_a_sublayer(case):
     name, options = case
     scheme = make_scheme(name, **options)

@@ -27,6 +27,7 @@ from siamesenorm.residual import (
     stack_sites,
 )
 from siamesenorm.residual import scheme as scheme_module
+from tests.hosts.tiny import BASELINES
 
 SPEC = NormSpec("rms", 8)
 ALL = [
@@ -35,6 +36,7 @@ ALL = [
     ("siamese", {}),
     ("siamese", {"x": "hybrid"}),
     ("siamese", {"x": "hybrid", "first_block_pre": True}),
+    *BASELINES.values(),
 ]
 
 
@@ -47,7 +49,8 @@ def linear_stack(scheme="siamese", blocks=2, **options):
 
 def test_the_public_names():
     assert siamesenorm.schemes() == schemes()
-    assert {"pre", "post", "siamese"} <= set(schemes())
+    names = "pre post peri reordered hybridnorm mixln deepnorm lns spannorm keel siamese resi_dual"
+    assert set(names.split()) <= set(schemes())
     assert list(schemes()) == sorted(schemes())
 
 
@@ -97,6 +100,23 @@ def test_a_registered_scheme_is_made_by_name(monkeypatch):
         ("siamese", {"x_init": None}, "'x_init'.* finite number"),
         ("siamese", {"stream_dtype": "float23"}, "did you mean 'float32'"),
         ("pre", {"stream_dtype": torch.float32}, "option 'stream_dtype'"),
+        ("siamese", {"topology": "dual"}, "option 'topology' of scheme 'siamese' cannot be 'dual': .*resi_dual"),
+        ("siamese", {"topology": "singel"}, "did you mean 'single'"),
+        ("siamese", {"topology": "single", "x_init": 0}, "cannot be 0 with topology='single'.*leave x_init at 1"),
+        ("siamese", {"topology": "resi_dual", "x_init": 0.0}, "cannot be 0 with topology='resi_dual'"),
+        ("siamese", {"topology": "single", "first_block_pre": True}, "needs x='hybrid'"),
+        ("hybridnorm", {"first_block_pre": 1}, "option 'first_block_pre' of scheme 'hybridnorm' cannot be 1"),
+        ("hybridnorm", {"first_block": True}, "no option 'first_block': did you mean 'first_block_pre'"),
+        ("peri", {"normalized_embedding": "yes"}, "option 'normalized_embedding' of scheme 'peri'"),
+        ("mixln", {"share": 1.5}, "'share' of scheme 'mixln' must be a number from 0 to 1, not 1.5"),
+        ("mixln", {"share": -0.1}, "from 0 to 1, not -0.1"),
+        ("mixln", {"share": float("nan")}, "from 0 to 1, not nan"),
+        ("mixln", {"share": "0.5"}, "from 0 to 1, not '0.5'"),
+        ("mixln", {"share": True}, "from 0 to 1, not True"),
+        ("mixln", {"share": None}, "from 0 to 1, not None"),
+        ("mixln", {"post": 0.5}, "scheme 'mixln' has no option 'post'"),
+        ("deepnorm", {"alpha": 2.0}, "scheme 'deepnorm' has no option 'alpha'"),
+        ("peri_ln", {}, "unknown scheme 'peri_ln': did you mean 'peri'"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_the_nearest_name(name, options, message):
