@@ -6,6 +6,7 @@ import pytest
 import torch
 from olmo_core.optim import CosWithWarmup
 
+from siamesenorm.hosts.configs import scheme_of as scheme_of_model
 from siamesenorm.residual import make_scheme
 from siamesenorm.training.build import build_model, check, parameter_counts, scheme_of
 from siamesenorm.training.cost import flops_per_token
@@ -21,6 +22,7 @@ CPU = torch.device("cpu")
 def module_for(model, micro_batch_size, lr=0.1, max_grad_norm=None, **options):
     module = CausalLMModule(
         model,
+        scheme_of_model(model.config),
         torch.optim.SGD(model.parameters(), lr=lr),
         CosWithWarmup(warmup=0),
         micro_batch_size=micro_batch_size,

@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 
 from siamesenorm import hosts
 from siamesenorm.data.shards import TokenArrays
-from siamesenorm.residual import ConfigError, Scheme
+from siamesenorm.residual import ConfigError, Scheme, Sublayer, set_step
 from siamesenorm.training import checkpoints, overflow
 from siamesenorm.training.build import document_mask
 from siamesenorm.training.decay import undecayed
@@ -65,11 +65,15 @@ class CausalLMModule(TrainModule):
     The loss is the sum of the cross-entropy over a whole batch, all micro-batches and processes, divided by the number
     of tokens that count in all of them, so that no split of the batch changes it. A mixture of experts adds the mean of
     its routers' loss over the batch's sequences.
+
+    A residual warm-up follows the trainer's step, which is restored with a checkpoint. Its gates stay as the last step
+    left them, so a validation in between measures the model as it is being trained.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
+        scheme: Scheme,
         optim: torch.optim.Optimizer,
         scheduler: CosWithWarmup,
         *,
@@ -87,6 +91,7 @@ class CausalLMModule(TrainModule):
     ) -> None:
         super().__init__()
         self.model = model
+        self.scheme = scheme
         # The compiled and the replicated form share the parameters; state dictionaries see the plain model.
         self._forward: Any = model
         if compile and isinstance(model, FSDPModule):
@@ -146,6 +151,7 @@ class CausalLMModule(TrainModule):
             dry_run: nothing of it is recorded.
         """
         self.model.train()
+        set_step(self.model, self.scheme, max(self.trainer.global_step, 1))
         # The engine restores the generators before it draws its trial batch and opens the data, so after a resume they
         # would have moved on. A seed that only the step decides makes dropout the same in a broken and unbroken run.
         torch.manual_seed(_step_seed(self.seed, 0 if dry_run else self.trainer.global_step, get_rank()))
@@ -368,7 +374,7 @@ def fit(
 
     Args:
         model: freshly initialised, on `device`, as `parallel.place` gives it.
-        scheme: the model's, for what it exempts from weight decay.
+        scheme: the model's, for what it exempts from weight decay and for its residual warm-up.
         recipe: already checked against `arrays`.
         arrays: the tokens.
         folder: where checkpoints are kept; the run's own, since loading one executes what it holds.
@@ -389,6 +395,9 @@ def fit(
     recorder = Recorder(listener=listener, validate=validate, validate_every=recipe.train.validate_every)
     trainer = _trainer(module, loader, recipe, recorder, folder, device)
     listener.resumed(_load_newest(trainer, folder, listener, processes))
+    # Where no step is left to do, no batch sets the gates of a residual warm-up.
+    set_step(model, scheme, max(trainer.global_step, 1))
+    _warn_of_gates(model, scheme, recipe.train.steps, listener)
     trainer.fit()
     # The engine removes a checkpoint that has become one too many at the step after, which the last step has not.
     for path in _checkpointer(trainer)._checkpoints_to_remove if get_rank() == 0 else ():
@@ -402,6 +411,16 @@ def fit(
     )
 
 
+def _warn_of_gates(model: PreTrainedModel, scheme: Scheme, steps: int, listener: Listener) -> None:
+    """Warn where a residual warm-up outlasts the run."""
+    sites = (module.site for module in model.modules() if isinstance(module, Sublayer))
+    if any(scheme.gate(site, steps) != 1.0 for site in sites):
+        listener.warn(
+            f"the residual warm-up of scheme '{scheme.name}' is not over at the last step, {steps}: the run's losses "
+            "are those of a model with its gates partly closed, and the saved model, once loaded, has them open"
+        )
+
+
 def _module(
     model: PreTrainedModel, scheme: Scheme, recipe: Recipe, device: torch.device, processes: Processes
 ) -> CausalLMModule:
@@ -411,6 +430,7 @@ def _module(
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     return CausalLMModule(
         model,
+        scheme,
         _optimizer(model, scheme, recipe),
         CosWithWarmup(warmup=recipe.schedule.warmup_steps, alpha_f=recipe.schedule.final_fraction),
         micro_batch_size=train.micro_batch_size or train.batch_size // processes.count,
