@@ -70,24 +70,6 @@ def siamese(
     return nx_out(x) if topology == "single" else nx_out(x) + ny_out(y), states
 
 
-def pre(h: Tensor, subs: Sequence[tuple[Function, Function]]) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-    """Pre-Norm over (branch, norm) pairs."""
-    y, states = h, []
-    for f, norm in subs:
-        y = y + f(norm(y))
-        states.append((y,))
-    return y, states
-
-
-def post(h: Tensor, subs: Sequence[tuple[Function, Function]]) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-    """Post-Norm over (branch, norm) pairs."""
-    x, states = h, []
-    for f, norm in subs:
-        x = norm(x + f(x))
-        states.append((x,))
-    return x, states
-
-
 def scale(depth_scale: str, sublayer: int) -> float:
     """c at 0-based sublayer i of a stack of two-sublayer blocks."""
     return {
@@ -327,10 +309,13 @@ def within(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
 
-def official_parameters(args: Mapping[str, Any], variant: str, seed: int = 0) -> dict[str, Tensor]:
-    """Random parameters of an official language model, ``variant`` being hybrid, starred or pre; float64.
+STARRED = ("starred", "hybridnorm-starred")
 
-    Norm weights are drawn around 1 and biases around 0, so that a norm in the wrong place shows.
+
+def official_parameters(args: Mapping[str, Any], variant: str, seed: int = 0) -> dict[str, Tensor]:
+    """Random parameters of an official language model, ``variant`` being hybrid, hybridnorm (both also starred) or pre.
+
+    They are float64; norm weights are drawn around 1 and biases around 0, so that a norm in the wrong place shows.
     """
     generator = torch.Generator().manual_seed(seed)
     width, heads = args["d_model"], args["n_heads"]
@@ -364,20 +349,20 @@ def official_parameters(args: Mapping[str, Any], variant: str, seed: int = 0) ->
         linear(block + "ff_proj", inner, width)
         linear(block + "ff_out", width, inner // 2)
         norm(block + "ff_norm", width)
+        if variant == "pre" or (variant in STARRED and index == 0):
+            norm(block + "attn_norm", width)
         if variant == "pre":
-            norm(block + "attn_norm", width)
             continue
-        norm(block + "ff_y_norm", width)
-        norm(block + "ff_input_norm", width)
-        norm(block + "attn_y_norm", width)
-        if variant == "starred" and index == 0:
-            norm(block + "attn_norm", width)
-        else:
-            weights[block + "c1"] = draw(width, around=1.0)
+        if variant in ("hybrid", "starred"):
+            norm(block + "ff_y_norm", width)
+            norm(block + "ff_input_norm", width)
+            norm(block + "attn_y_norm", width)
+            if variant == "hybrid" or index > 0:
+                weights[block + "c1"] = draw(width, around=1.0)
         for role in "qkv":
             norm(f"{block}{role}_norm", head, args.get("attention_layer_norm_with_affine", True))
     norm("ln_f", width)
-    if variant != "pre":
+    if variant in ("hybrid", "starred"):
         norm("ln_y_f", width)
         norm("ln_final_f", width)
     if not args["weight_tying"]:
@@ -415,14 +400,20 @@ def official_lm(
         mlps.append(swiglu(parts, "gate", "up", "down"))
 
     h = w["wte.weight"][tokens]
-    if variant == "pre":
-        pairs = []
-        for index in range(args["n_layers"]):
-            pairs += [
-                (attentions[index], norm(f"blocks.{index}.attn_norm")),
-                (mlps[index], norm(f"blocks.{index}.ff_norm")),
-            ]
-        out, states = pre(h, pairs)
+    if variant not in ("hybrid", "starred"):
+        parts = [
+            Part(
+                [(f, norm(f"blocks.{index}.{name}"))],
+                {},
+                lambda _, name=f"blocks.{index}.{name}": norm(name),
+                index,
+                first,
+            )
+            for index in range(args["n_layers"])
+            for f, name, first in ((attentions[index], "attn_norm", True), (mlps[index], "ff_norm", False))
+        ]
+        scheme, options = ("pre", {}) if variant == "pre" else ("hybridnorm", {"first_block_pre": variant in STARRED})
+        out, states = ORACLES[scheme](h, Stack(parts, args["n_layers"], norm), **options)
         out = norm("ln_f")(out)
     else:
         subs = []

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import siamesenorm
 from siamesenorm.convert import load_official, official_names
 from siamesenorm.probes import capture_streams
-from siamesenorm.residual import ConfigError
+from siamesenorm.residual import ConfigError, make_scheme
 from tests.parity import load_case, relative_error
 
-CASES = ["lm_hybridpre_dev_untied", "lm_hybridpre_dev_tied", "lm_prenorm_dev"]
+CASES = ["lm_hybridpre_dev_untied", "lm_hybridpre_dev_tied", "lm_hybridnorm_dev", "lm_prenorm_dev"]
 
 
 def run(name, dtype):
@@ -52,6 +53,22 @@ def test_streams_after_every_block(name):
 def test_float32_logits(name):
     case, _, logits, _ = run(name, torch.float32)
     assert relative_error(logits, case.tensors["output/logits_f32"]) < 2e-5
+
+
+def test_hybridnorm_is_recognised_and_its_special_first_block_checked():
+    case = load_case("lm_hybridnorm_dev")
+    model = load_official(case.group("param/"), "lm", case.args)
+    assert siamesenorm.hosts.scheme_of(model.config) == make_scheme("hybridnorm")
+    starred = {"norm_pos_special_config": "_{0:{'attn_norm':True,'ffn_residual':False}}_"}
+    with pytest.raises(ConfigError, match=r"missing: transformer\.blocks\.0\.attn_norm\.weight"):
+        load_official(case.group("param/"), "lm", {**case.args, **starred})
+    for change, message in (
+        ({"norm_pos_special_config": "_{1:{'attn_norm':True}}_"}, "starred form"),
+        ({"use_value_norm": False}, "use_value_norm"),
+        ({"ffn_residual_after_norm": False}, "ffn_residual_after_norm"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_official(case.group("param/"), "lm", {**case.args, **change})
 
 
 def official_state(case, **changes):

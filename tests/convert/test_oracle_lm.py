@@ -28,7 +28,7 @@ BASE = {
 }
 HYBRID = {"use_query_norm": True, "use_key_norm": True, "use_value_norm": True, "attn_norm": False}
 STARRED = {**HYBRID, "norm_pos_special_config": "_{0:{'attn_norm':True,'ffn_residual':False}}_"}
-VARIANTS = {"hybrid": HYBRID, "starred": STARRED, "pre": {}}
+VARIANTS = {"hybrid": HYBRID, "starred": STARRED, "hybridnorm": HYBRID, "hybridnorm-starred": STARRED, "pre": {}}
 CHANGES = {
     "plain": {},
     "tied": {"weight_tying": True},
@@ -61,12 +61,19 @@ def gradients_of(loss, parameters):
     return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
 
 
-@pytest.mark.parametrize("name", ["lm_hybridpre_dev_untied", "lm_hybridpre_dev_tied", "lm_prenorm_dev"])
+FIXTURES = {
+    "lm_hybridpre_dev_untied": "hybrid",
+    "lm_hybridpre_dev_tied": "hybrid",
+    "lm_hybridnorm_dev": "hybridnorm",
+    "lm_prenorm_dev": "pre",
+}
+
+
+@pytest.mark.parametrize("name", FIXTURES)
 def test_the_oracle_itself_meets_the_official_fixtures(name):
     case = load_case(name)
     parameters = {k: v.double().requires_grad_() for k, v in case.group("param/").items()}
-    variant = "pre" if "prenorm" in name else "hybrid"
-    logits, states = oracle.official_lm(parameters, case.args, variant, case.tensors["input/tokens"])
+    logits, states = oracle.official_lm(parameters, case.args, FIXTURES[name], case.tensors["input/tokens"])
     loss = F.cross_entropy(logits.flatten(0, 1), case.tensors["input/labels"].flatten())
     gradients = gradients_of(loss, parameters)
     assert relative_error(logits, case.tensors["output/logits"]) < 1e-12
@@ -108,8 +115,9 @@ def test_logits_streams_loss_and_every_gradient(variant, change):
         assert relative_error(named[key], value) < 1e-10, key
 
 
-def test_the_official_names_give_the_official_state_dict_back():
-    parameters = oracle.official_parameters({**BASE, **STARRED}, "starred")
+@pytest.mark.parametrize("variant", ["starred", "hybridnorm-starred"])
+def test_the_official_names_give_the_official_state_dict_back(variant):
+    parameters = oracle.official_parameters({**BASE, **STARRED}, variant)
     model = load_official({k: v.detach() for k, v in parameters.items()}, "lm", {**BASE, **STARRED})
     back = official_names(model, "lm", model.state_dict())
     assert back.keys() == parameters.keys()
@@ -126,12 +134,18 @@ def test_the_state_dict_is_not_shared_with_the_model():
     assert all(torch.equal(parameters[k], kept[k]) for k in kept)
 
 
-@pytest.mark.parametrize("change", ["layer-norm-bias", "no-affine", "two-kv-heads", "biases-tied"])
-def test_an_imported_model_saves_and_loads_to_equal_bits(change, tmp_path):
+@pytest.mark.parametrize(
+    ("variant", "change"),
+    [
+        *(("starred", change) for change in ("layer-norm-bias", "no-affine", "two-kv-heads", "biases-tied")),
+        ("hybridnorm-starred", "layer-norm-bias"),
+    ],
+)
+def test_an_imported_model_saves_and_loads_to_equal_bits(variant, change, tmp_path):
     import transformers
 
     args = {**BASE, **STARRED, **CHANGES[change]}
-    parameters = {k: v.detach().float() for k, v in oracle.official_parameters(args, "starred").items()}
+    parameters = {k: v.detach().float() for k, v in oracle.official_parameters(args, variant).items()}
     model = load_official(parameters, "lm", args)
     model.save_pretrained(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)

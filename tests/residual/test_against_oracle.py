@@ -61,8 +61,7 @@ def follow(stack, h, scheme, kind="rms", eps=EPS, **options):
         return oracle.norm_of(w, name, kind, eps)
 
     parts = []
-    for block, (made, j) in enumerate(itertools.product(stack.blocks, (0, 1))):
-        block //= 2
+    for (block, made), j in itertools.product(enumerate(stack.blocks), (0, 1)):
         prefix = f"blocks.{block}.residuals.{j}."
         parts.append(
             oracle.Part(
@@ -211,14 +210,14 @@ def test_nx_at_zero_is_pre_norm_whose_norm_is_nin_of_ny(kind):
     def of_both(outer, inner):
         return lambda y: norm(outer)(norm(inner)(y))
 
-    pairs = [
-        (
-            stack.blocks[i // 2].branches[i % 2],
-            of_both(f"blocks.{i // 2}.norms.{i % 2}", f"blocks.{i // 2}.residuals.{i % 2}.norm_y"),
+    parts = [
+        oracle.Part(
+            [(f, of_both(f"blocks.{block}.norms.{j}", f"blocks.{block}.residuals.{j}.norm_y"))], {}, norm, block, j == 0
         )
-        for i in range(6)
+        for block, made in enumerate(stack.blocks)
+        for j, f in enumerate(made.branches)
     ]
-    out, states = oracle.pre(h, pairs)
+    out, states = oracle.ORACLES["pre"](h, oracle.Stack(parts, 3, norm))
     out = of_both("norm", "readout.norm_y")(out)
     with capture_streams(stack) as streams:
         got = stack(h)

@@ -1,4 +1,4 @@
-"""Official language models: hybrid-pre, hybrid-pre* and Pre-Norm, hosted by transformers' Llama.
+"""Official language models: hybrid-pre, HybridNorm, both starred, and Pre-Norm, hosted by transformers' Llama.
 
 The official code keeps q, k and v in one matrix and both halves of SwiGLU in another (the gate is the second half);
 what is left differs in names alone. Which norm is which:
@@ -12,7 +12,8 @@ what is left differs in names alone. Which norm is which:
     blocks.l.ff_input_norm   layers.l.post_attention_layernorm Nin of the MLP
     ln_f, ln_y_f, ln_final_f norm.readout.norm_x, norm.readout.norm_y, norm
 
-A Pre-Norm model has attn_norm, ff_norm and ln_f alone, and they are the host's own.
+A Pre-Norm model has attn_norm, ff_norm and ln_f alone, and they are the host's own. So they are in the first block of
+HybridNorm*; every other block of HybridNorm has no attn_norm, and its ff_norm is layers.l.mlp_residual.norm.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _FIXED: dict[str, Any] = {
     "use_context_norm": False,
     "ternary": False,
 }
-# What makes the hybrid-pre model of the official code what it is.
+# What makes the hybrid-pre and HybridNorm models of the official code what they are.
 _HYBRID: dict[str, Any] = {
     "use_query_norm": True,
     "use_key_norm": True,
@@ -105,19 +106,15 @@ def official_names(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
 
 def _scheme(state_dict: Mapping[str, Tensor], args: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The scheme and its options; parameter names tell the variant."""
-    first = "transformer.blocks.0."
     special = _special(args.get("norm_pos_special_config"))
     # Without affine parts, c1 is all that is left to see of hybrid-pre.
-    if any(name.endswith(("attn_y_norm.weight", "ln_y_f.weight", ".c1")) for name in state_dict):
+    siamese = any(name.endswith(("attn_y_norm.weight", "ln_y_f.weight", ".c1")) for name in state_dict)
+    if siamese or "transformer.blocks.0.q_norm.weight" in state_dict:
         _require(args, _HYBRID)
         if special not in ({}, _STARRED):
             raise ConfigError(f"norm_pos_special_config {special} is not supported: the starred form is {_STARRED}")
-        return "siamese", {"x": "hybrid", "first_block_pre": bool(special)}
-    if first + "q_norm.weight" in state_dict:
-        raise ConfigError(
-            "this is a language model with q, k, v norms and one stream (HybridNorm); supported are hybrid-pre "
-            "SiameseNorm, its starred form and Pre-Norm"
-        )
+        starred = {"first_block_pre": bool(special)}
+        return ("siamese", {"x": "hybrid", **starred}) if siamese else ("hybridnorm", starred)
     if special:
         raise ConfigError("norm_pos_special_config has no meaning for a Pre-Norm model")
     _require(args, dict.fromkeys(("use_query_norm", "use_key_norm", "use_value_norm"), False))
@@ -188,8 +185,7 @@ def _config(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def _names(model: Any) -> dict[str, tuple[str, ...]]:
     """Official parameter names, each with the parameters of ``model`` whose rows it joins, in order."""
-    scheme = scheme_of(model.config)
-    pre = scheme.name == "pre"
+    scheme = scheme_of(model.config).name
     modules: dict[str, tuple[str, ...]] = {"wte": ("model.embed_tokens",)}
     for index in range(model.config.num_hidden_layers):
         theirs, ours = f"blocks.{index}.", f"model.layers.{index}."
@@ -199,26 +195,30 @@ def _names(model: Any) -> dict[str, tuple[str, ...]]:
             theirs + "ff_proj": (ours + "mlp.up_proj", ours + "mlp.gate_proj"),
             theirs + "ff_out": (ours + "mlp.down_proj",),
         }
-        if pre:
-            modules[theirs + "attn_norm"] = (ours + "input_layernorm",)
-            modules[theirs + "ff_norm"] = (ours + "post_attention_layernorm",)
-            continue
+        # Norms that this form of a model does not have are left out below, where their parameters are looked for.
         modules |= {f"{theirs}{role}_norm": (f"{ours}self_attn.{role}_norm",) for role in "qkv"}
+        if scheme == "siamese":
+            modules |= {
+                theirs + "attn_y_norm": (ours + "attn_residual.norm_y",),
+                theirs + "attn_norm": (ours + "attn_residual.norm_x",),
+                theirs + "ff_norm": (ours + "mlp_residual.norm_x",),
+                theirs + "ff_y_norm": (ours + "mlp_residual.norm_y",),
+                theirs + "ff_input_norm": (ours + "post_attention_layernorm",),
+            }
+            continue
+        is_pre = hasattr(model.model.layers[index], "post_attention_layernorm")
         modules |= {
-            theirs + "attn_y_norm": (ours + "attn_residual.norm_y",),
-            theirs + "attn_norm": (ours + "attn_residual.norm_x",),
-            theirs + "ff_norm": (ours + "mlp_residual.norm_x",),
-            theirs + "ff_y_norm": (ours + "mlp_residual.norm_y",),
-            theirs + "ff_input_norm": (ours + "post_attention_layernorm",),
+            theirs + "attn_norm": (ours + "input_layernorm",),
+            theirs + "ff_norm": (ours + ("post_attention_layernorm" if is_pre else "mlp_residual.norm"),),
         }
-    if pre:
-        modules["ln_f"] = ("model.norm",)
-    else:
+    if scheme == "siamese":
         modules |= {
             "ln_f": ("model.norm.readout.norm_x",),
             "ln_y_f": ("model.norm.readout.norm_y",),
             "ln_final_f": ("model.norm",),
         }
+    else:
+        modules["ln_f"] = ("model.norm",)
     if not model.config.tie_word_embeddings:
         modules["ff_out"] = ("lm_head",)
 
