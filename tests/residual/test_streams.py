@@ -1,4 +1,4 @@
-"""The schemes of several streams: the oracle, how a stack starts, what it keeps in memory, and mistakes of public code."""
+"""The schemes of several streams: the oracle, how a stack starts, what it keeps in memory, known mistakes."""
 
 from __future__ import annotations
 
@@ -52,23 +52,29 @@ def follow(stack, h, scheme, kind="rms", eps=EPS, **options):
 
 def without_gradient(scheme, n=4, **_):
     """The parameters that the equations themselves leave without gradient, by the ends of their names."""
-    # A softmax over one source is 1 whatever its query is, and so is a 1 × 1 matrix whose row sums to 1.
-    if scheme == "attnres" or (scheme == "mgr" and n > 1):
-        return ("blocks.0.residuals.0.query",)
-    return {"mgr": ("residuals.0.query", "residuals.1.query", "readout.query"), "mhc": ("_mix",)}.get(
-        scheme if n == 1 else "", ()
-    )
+    first = "0.residuals.0."
+    # A softmax over one source is 1 whatever its query is.
+    if scheme == "attnres":
+        return (first + "query",)
+    if scheme == "mgr":
+        return (first + "query",) if n > 1 else ("residuals.0.query", "residuals.1.query", "readout.query")
+    # Rows that sum to 1 leave streams that are all equal as they are, and a single one always.
+    if scheme == "mhc":
+        return tuple(f"{first if n > 1 else ''}{part}_mix" for part in ("phi", "alpha", "bias"))
+    return ()
 
 
 @pytest.mark.parametrize(("kind", "bias"), [("rms", False), ("layer", True)])
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_values_streams_and_gradients(case, kind, bias):
     scheme, options = case
-    stack = make_stack(scheme, norm=kind, bias=bias, **options)
+    # Behind a norm, the scale of what is read shows through the norm's eps alone: a small one would leave nothing but
+    # rounding of the gradients of the weights that set it.
+    stack = make_stack(scheme, norm=kind, bias=bias, eps=0.1, **options)
     h = embedding()
     with capture_streams(stack) as streams:
         out = stack(h)
-    expected, states = follow(stack, h, scheme, kind, **options)
+    expected, states = follow(stack, h, scheme, kind, 0.1, **options)
     assert relative_error(out, expected) < 1e-10
     assert len(streams) == 3
     for got, wanted in zip(streams, states[1::2], strict=True):
@@ -118,7 +124,7 @@ def test_starts_as_pre_norm(case):
 @pytest.mark.parametrize("n", [2, 4, 5])
 def test_mhc_starts_as_pre_norm_for_small_embeddings_too(n):
     h = 0.02 * torch.randn(2, 5, D, dtype=torch.float64)
-    assert relative_error(fresh("mhc", n=n)(h), fresh("pre")(h)) < 1e-12
+    assert relative_error(fresh("mhc", n=n)(h), fresh("pre")(h)) < 1e-9
 
 
 @pytest.mark.parametrize("case", [("hyper", {}), ("hyper", {"dynamic": False}), ("mhc", {})], ids=named)
@@ -231,7 +237,9 @@ def test_the_softmax_mix_rounds_once(dtype, shape):
         out = form(query, sources, EPS)
         assert out.dtype == dtype
         got = (out, *torch.autograd.grad(out, (query, *leaves), probe))
-        errors.append([(a.double() - b).abs().max().item() if a.numel() else 0.0 for a, b in zip(got, wanted)])
+        errors.append(
+            [(a.double() - b).abs().max().item() if a.numel() else 0.0 for a, b in zip(got, wanted, strict=True)]
+        )
     for ours, plain in zip(*errors, strict=True):
         assert ours <= 2 * plain + 1e-7
 
