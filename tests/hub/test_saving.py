@@ -68,6 +68,7 @@ def test_the_config_says_what_it_is(tmp_path):
         "format": 1,
         "name": "siamese",
         "stream_dtype": None,
+        "warmup_steps": None,
         "x": "hybrid",
         "first_block_pre": False,
         "normalized_input": True,
