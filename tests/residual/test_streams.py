@@ -91,7 +91,8 @@ def test_values_streams_and_gradients(case, kind, bias):
             assert max(a.abs().max(), b.abs().max()) < 1e-12, name
         else:
             assert b.abs().max() > 0, name
-            assert relative_error(a, b) < 1e-10, name
+            # What all but cancels is known to rounding of its terms.
+            assert relative_error(a, b) < 1e-10 or (a - b).abs().max() < 1e-14, name
 
 
 # How a stack starts

@@ -63,11 +63,9 @@ class _HyperSublayer(Sublayer):
         a, b, r = (weight.to(torch.promote_types(h.dtype, torch.float32)) for weight in static)
         if not self.dynamic:
             return a, b, r
-        normed = self.norm.wide(h)
-        a = a + self.scale_read * torch.tanh(linear(normed, self.dynamic_read))
-        b = b + self.scale_write * torch.tanh(linear(normed, self.dynamic_write))
-        r = r + self.scale_read * torch.tanh(linear(normed, self.dynamic_mix))
-        return a, b, r
+        maps = torch.cat((self.dynamic_read, self.dynamic_write, self.dynamic_mix))
+        to_a, to_b, to_r = torch.split(torch.tanh(linear(self.norm.wide(h), maps)), [1, 1, self.n], -1)
+        return a + self.scale_read * to_a, b + self.scale_write * to_b, r + self.scale_read * to_r
 
     def read(self, streams: Streams) -> tuple[Tensor, Carry]:
         (h,) = streams

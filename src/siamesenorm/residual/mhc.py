@@ -86,18 +86,22 @@ class _ManifoldSublayer(Sublayer):
         self.n = n
         self.eps = norm.eps
         width = n * norm.size
-        for name, size in (("read", n), ("write", n), ("mix", n * n)):
-            self.register_parameter(f"phi_{name}", nn.Parameter(torch.empty(size, width)))
-            self.register_parameter(f"alpha_{name}", nn.Parameter(torch.empty(1)))
+        self.phi_read = nn.Parameter(torch.empty(n, width))
+        self.phi_write = nn.Parameter(torch.empty(n, width))
+        self.phi_mix = nn.Parameter(torch.empty(n * n, width))
+        self.alpha_read = nn.Parameter(torch.empty(1))
+        self.alpha_write = nn.Parameter(torch.empty(1))
+        self.alpha_mix = nn.Parameter(torch.empty(1))
         self.bias_read = nn.Parameter(torch.empty(n))
         self.bias_write = nn.Parameter(torch.empty(n))
         self.bias_mix = nn.Parameter(torch.empty(n, n))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for name in ("read", "write", "mix"):
-            nn.init.zeros_(self.get_parameter(f"phi_{name}"))
-            nn.init.constant_(self.get_parameter(f"alpha_{name}"), 0.01)
+        for phi in (self.phi_read, self.phi_write, self.phi_mix):
+            nn.init.zeros_(phi)
+        for alpha in (self.alpha_read, self.alpha_write, self.alpha_mix):
+            nn.init.constant_(alpha, 0.01)
         share = 0.5 / self.n
         nn.init.constant_(self.bias_read, _logit(share))
         nn.init.constant_(self.bias_read[self.site.sublayer % self.n], _logit(min(share + 0.5, 1 - 2**-12)))
@@ -109,14 +113,12 @@ class _ManifoldSublayer(Sublayer):
         """P (…, 1, n), Q (…, n, 1) and M (…, n, n) for the streams ``h`` (…, n, d), in the wide dtype."""
         v = widen(h).flatten(-2)
         v = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + self.eps)
-        read = torch.sigmoid(self._logits("read", v))
-        write = 2 * torch.sigmoid(self._logits("write", v))
-        mix = sinkhorn(self._logits("mix", v).reshape(*h.shape[:-1], self.n))
-        return read.unsqueeze(-2), write.unsqueeze(-1), mix
-
-    def _logits(self, name: str, v: Tensor) -> Tensor:
-        alpha, phi, bias = (self.get_parameter(f"{part}_{name}") for part in ("alpha", "phi", "bias"))
-        return alpha * linear(v, phi) + bias.flatten()
+        maps = torch.cat((self.phi_read, self.phi_write, self.phi_mix))
+        to_p, to_q, to_m = torch.split(linear(v, maps), [self.n, self.n, self.n**2], -1)
+        p = torch.sigmoid(self.alpha_read * to_p + self.bias_read)
+        q = 2 * torch.sigmoid(self.alpha_write * to_q + self.bias_write)
+        m = sinkhorn(self.alpha_mix * to_m.reshape(*h.shape[:-1], self.n) + self.bias_mix)
+        return p.unsqueeze(-2), q.unsqueeze(-1), m
 
     def read(self, streams: Streams) -> tuple[Tensor, Carry]:
         (h,) = streams

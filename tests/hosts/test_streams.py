@@ -1,0 +1,323 @@
+"""The schemes of several streams, in a dense model and in one with experts."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch.func import functional_call
+from transformers import DynamicCache
+
+import siamesenorm
+from siamesenorm import hosts
+from siamesenorm.probes import capture_streams
+from siamesenorm.residual import set_step
+from tests import oracle
+from tests.hosts.running import by_hand, padded, positions_of, same, step
+from tests.hosts.tiny import FORMS, host, scatter, shape, tokens
+from tests.oracle_streams import extras
+from tests.parity import relative_error
+from tests.residual.test_streams import without_gradient
+
+STREAMS = {
+    "hyper": ("hyper", {}),
+    "hyper-static": ("hyper", {"n": 2, "dynamic": False}),
+    "mhc": ("mhc", {}),
+    "attnres": ("attnres", {}),
+    "attnres-3": ("attnres", {"block_size": 3}),
+    "mgr": ("mgr", {}),
+    "mgr-competitive": ("mgr", {"n": 2, "gates": "competitive"}),
+}
+PAIRS = [*(("llama", s) for s in STREAMS), *(("qwen3_moe", s) for s in ("hyper", "mhc", "attnres-3", "mgr"))]
+MATRICES = ("hyper", "mhc")
+
+
+def fresh(family, scheme, **changes):
+    options = changes.pop("options", {})
+    if family in FORMS:
+        changes = {**FORMS[family][1], **changes}
+    name, given = STREAMS[scheme]
+    model = siamesenorm.rewire(host(family, **changes), name, **{**given, **options})
+    return scatter(model, 1).eval()
+
+
+@functools.cache
+def of(family, scheme):
+    """A model that no test may change."""
+    return fresh(family, scheme)
+
+
+@functools.cache
+def exact_of(family, scheme):
+    """In float64; a test may leave gradients in it. Its eps lets the scale of what a norm reads show."""
+    model = fresh(family, scheme, rms_norm_eps=0.1).double()
+    model.config._experts_implementation = "eager"
+    return model
+
+
+def experts(model):
+    mlps = copy.deepcopy([layer.mlp for layer in model.model.layers])
+    return [lambda weights, u, mlp=mlp: functional_call(mlp, dict(weights), (u,)) for mlp in mlps]
+
+
+@pytest.mark.parametrize(("family", "scheme"), PAIRS)
+def test_float64_against_the_oracle(family, scheme):
+    name, options = STREAMS[scheme]
+    model = exact_of(family, scheme)
+    weights = dict(model.named_parameters())
+    mlps = experts(model) if family == "qwen3_moe" else None
+    more = extras(name, 0.1, weights, "model.norm.readout.")
+    expected, states = oracle.hf_lm(weights, model.config, name, tokens(), mlps=mlps, **options, **more)
+    with capture_streams(model) as streams:
+        logits = model(input_ids=tokens()).logits
+    assert relative_error(logits, expected) < 1e-10
+    assert len(streams) == len(states) == 3
+    for got, wanted in zip(streams, states, strict=True):
+        assert all(relative_error(a, b) < 1e-10 for a, b in zip(got, wanted, strict=True))
+    probe = torch.randn(logits.shape, dtype=torch.float64)
+    ours, theirs = (
+        torch.autograd.grad((out * probe).sum(), list(weights.values()), materialize_grads=True)
+        for out in (logits, expected)
+    )
+    for n, a, b in zip(weights, ours, theirs, strict=True):
+        if dead(n, scheme):
+            assert max(a.abs().max(), b.abs().max()) < 1e-12, n
+        else:
+            assert b.abs().max() > 0, n
+            assert relative_error(a, b) < 1e-10, n
+
+
+def dead(parameter, scheme):
+    """Whether the equations leave a parameter without gradient."""
+    name, options = STREAMS[scheme]
+    if not parameter.startswith("model.layers.0.attn_residual."):
+        return False
+    own = "blocks.0.residuals.0." + parameter.rpartition(".")[2]
+    return own.endswith(without_gradient(name, **options))
+
+
+@pytest.mark.parametrize(("family", "scheme"), PAIRS)
+@torch.no_grad()
+def test_token_by_token_is_the_full_forward_with_left_padding(family, scheme):
+    model = of(family, scheme)
+    ids, mask = padded((9, 4, 7), 9)
+    full = model(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask)).logits
+    cache, steps = DynamicCache(config=model.config), []
+    for t in range(9):
+        given = ids[:, t : t + 1], mask[:, : t + 1], positions_of(mask)[:, t : t + 1]
+        out = model(input_ids=given[0], attention_mask=given[1], position_ids=given[2], cache=cache, use_cache=True)
+        steps.append(out.logits)
+    assert relative_error(torch.cat(steps, 1)[mask.bool()], full[mask.bool()]) < 1e-5
+    generated = model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
+    assert torch.equal(generated, by_hand(model, ids, mask, 3))
+
+
+@pytest.mark.parametrize(("family", "scheme"), PAIRS)
+@torch.no_grad()
+def test_batches_and_padding_change_nothing(family, scheme):
+    model = of(family, scheme)
+    ids, mask = padded((8, 0, 5), 8)
+    out = model(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask)).logits
+    for row, length in ((0, 8), (2, 5)):
+        alone = model(input_ids=ids[row : row + 1, 8 - length :]).logits
+        assert relative_error(out[row, 8 - length :], alone[0]) < 1e-5
+
+
+@pytest.mark.parametrize(("family", "scheme"), PAIRS)
+def test_equal_bits_after_saving_and_loading(family, scheme, tmp_path):
+    model = of(family, scheme)
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is type(model)
+    assert hosts.scheme_of(again.config) == hosts.scheme_of(model.config)
+    assert all(torch.equal(p, again.get_parameter(n)) for n, p in model.named_parameters())
+    # Weights in a file's memory start where its header ends, and products of the host's experts round by their place.
+    for parameter in again.parameters():
+        parameter.data = parameter.data.clone()
+    assert torch.equal(again(input_ids=tokens()).logits, model(input_ids=tokens()).logits)
+
+
+@pytest.mark.parametrize(("family", "scheme"), PAIRS)
+def test_a_model_built_without_memory_is_initialised_and_loaded_like_any(family, scheme):
+    given = (family, shape(family), *STREAMS[scheme])
+    with torch.device("meta"):
+        empty = hosts.build(*given)
+    real = hosts.build(*given).eval()
+    assert {n: p.shape for n, p in empty.named_parameters()} == {n: p.shape for n, p in real.named_parameters()}
+    assert hosts.site_table(empty) == hosts.site_table(real)
+    empty.to_empty(device="cpu")
+    for parameter in empty.parameters():
+        torch.nn.init.constant_(parameter, 9.0)
+    for module in empty.modules():
+        empty._init_weights(module)
+    for n, parameter in empty.named_parameters():
+        assert not (parameter == 9).any()
+        assert "residual" not in n or torch.equal(parameter, real.get_parameter(n)), n
+    empty.load_state_dict(real.state_dict())
+    assert torch.equal(empty.eval()(input_ids=tokens()).logits, real(input_ids=tokens()).logits)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("family", "scheme"), PAIRS)
+def test_activation_checkpointing_changes_nothing(family, scheme, reentrant):
+    model = copy.deepcopy(exact_of(family, scheme)).train()
+    set_step(model, hosts.scheme_of(model.config), 1)
+    expected = step(model)
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    got = step(model)
+    for name in [name for name in expected[1] if dead(name, scheme)]:
+        del got[1][name], expected[1][name]
+    same(got, expected, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme", "layers"),
+    [
+        ("llama", "hyper", 1),
+        ("llama", "mhc", 1),
+        ("llama", "attnres-3", 2),
+        ("llama", "mgr-competitive", 1),
+        pytest.param("llama", "mgr", 3, marks=pytest.mark.slow),
+        *(pytest.param("qwen3_moe", scheme, 2, marks=pytest.mark.slow) for scheme in ("hyper", "mhc", "attnres-3")),
+    ],
+)
+def test_compiled_training_is_one_graph_with_the_same_gradients(family, scheme, layers):
+    torch._dynamo.reset()
+    model = fresh(family, scheme, num_hidden_layers=layers, rms_norm_eps=0.1).train()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    expected, logits = (each(input_ids=tokens(), use_cache=False).logits for each in (model, compiled))
+    assert relative_error(logits, expected) < 1e-5
+    wanted, got = (
+        torch.autograd.grad(out.square().sum(), list(model.parameters()), materialize_grads=True)
+        for out in (expected, logits)
+    )
+    for (name, _), a, b in zip(model.named_parameters(), got, wanted, strict=True):
+        assert dead(name, scheme) or relative_error(a, b) < 1e-4, name
+
+
+@pytest.mark.parametrize("scheme", MATRICES)
+def test_blocks_compiled_one_by_one_share_their_graphs(scheme):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    model = fresh("llama", scheme, num_hidden_layers=10)
+    expected = model(input_ids=tokens(), use_cache=False).logits
+    counter = CompileCounterWithBackend("eager")
+    for block in hosts.blocks(model):
+        block.compile(fullgraph=True, backend=counter)
+    torch.testing.assert_close(model(input_ids=tokens(), use_cache=False).logits, expected)
+    assert counter.frame_count <= 3
+
+
+@pytest.mark.parametrize("stream_dtype", [None, "float32"])
+@pytest.mark.parametrize("scheme", STREAMS)
+def test_bf16_weights(scheme, stream_dtype):
+    model = fresh("llama", scheme, options={"stream_dtype": stream_dtype}).bfloat16()
+    exact = copy.deepcopy(model).float()
+    with capture_streams(model) as streams:
+        out = model(input_ids=tokens(), labels=tokens())
+    assert {t.dtype for s in streams for t in s} == {torch.float32 if stream_dtype else torch.bfloat16}
+    assert out.logits.dtype == torch.bfloat16
+    out.loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if not dead(n, scheme)}
+    assert all(g.isfinite().all() and g.dtype == torch.bfloat16 for g in gradients.values())
+    assert relative_error(out.logits, exact(input_ids=tokens()).logits) < 0.2
+
+
+@pytest.mark.parametrize("scheme", STREAMS)
+def test_bf16_autocast_keeps_float32_streams(scheme):
+    model = of("llama", scheme)
+    exact = model(input_ids=tokens()).logits
+    with torch.autocast("cpu", torch.bfloat16), capture_streams(model) as streams:
+        logits = model(input_ids=tokens()).logits
+    assert {t.dtype for s in streams for t in s} == {torch.float32}
+    assert relative_error(logits, exact) < 0.2
+
+
+@pytest.mark.parametrize("scheme", STREAMS)
+def test_hidden_states_are_what_blocks_read(scheme):
+    model = of("llama", scheme)
+    with capture_streams(model) as streams:
+        out = model(input_ids=tokens(), output_hidden_states=True)
+    assert len(out.hidden_states) == 4
+    assert torch.equal(out.hidden_states[0], model.model.embed_tokens(tokens()))
+    for i in (1, 2):
+        u, _ = model.model.layers[i].attn_residual.read(streams[i - 1])
+        torch.testing.assert_close(out.hidden_states[i], u)
+
+
+@pytest.mark.parametrize("scheme", ["hyper", "mhc", "attnres", "attnres-3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@torch.no_grad()
+def test_a_built_model_starts_as_pre_norm(family, scheme):
+    logits = []
+    for name, options in (STREAMS[scheme], ("pre", {})):
+        torch.manual_seed(3)
+        # The eps of a norm is all that tells a sum of streams from a mean.
+        model = hosts.build(family, {**shape(family), "rms_norm_eps": 1e-12}, name, options).eval()
+        logits.append(model(input_ids=tokens()).logits)
+    assert relative_error(*logits) < 1e-4
+
+
+@pytest.mark.parametrize(("family", "scheme"), PAIRS)
+def test_a_step_leaves_no_parameter_without_gradient_but_those_listed(family, scheme):
+    name, options = STREAMS[scheme]
+    # Where the streams are read through a norm, only its eps shows their scale.
+    model = hosts.build(family, {**shape(family), "rms_norm_eps": 1e-3}, name, options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for seed in (1, 2, 3):
+        optimizer.zero_grad()
+        ids = tokens(8, 32, seed)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    without = {n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()}
+    assert {n for n in without if not dead(n, scheme)} == set()
+
+
+# Sharding
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    store = tmp_path_factory.mktemp("store") / "file"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def trained(model, steps=3):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=tokens(), labels=tokens()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("family", "scheme"), PAIRS)
+def test_fully_sharded_blocks_train_as_plain_ones(mesh, family, scheme, checkpointing):
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    plain = fresh(family, scheme, options={"warmup_steps": 2}).train()
+    model = copy.deepcopy(plain)
+    for each in (plain, model):
+        set_step(each, hosts.scheme_of(each.config), 1)
+    expected = trained(plain)
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    for block in hosts.blocks(model):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    assert trained(model) == pytest.approx(expected, rel=1e-6)
+    assert expected[-1] < expected[0]
+    for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert relative_error(a.full_tensor(), b) < 1e-5, name
