@@ -33,6 +33,8 @@ GONE = {
     "resi_dual": [BOTH] * 3,
     "topology-single": [{"input_layernorm"}] * 3,
 }
+# All that they do, peri and hybridnorm* do as well: not worth the seconds of another compilation.
+COVERED = ("sandwich", "hybridnorm")
 # Those that add no parameters, so that a Pre-Norm checkpoint has all they need.
 BARE = ("reordered", "lns")
 
@@ -174,7 +176,7 @@ def test_activation_checkpointing_changes_nothing(family, scheme, reentrant):
     same(step(model), expected, 1e-12)
 
 
-@pytest.mark.parametrize(("family", "scheme"), PAIRS)
+@pytest.mark.parametrize(("family", "scheme"), [pair for pair in PAIRS if pair[1] not in COVERED])
 def test_compiled_training_is_one_graph_with_the_same_gradients(family, scheme):
     torch._dynamo.reset()
     # Of two blocks, as the first differs from the others under some schemes.
