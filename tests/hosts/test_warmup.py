@@ -78,6 +78,8 @@ def test_gates_belong_to_the_step_and_not_to_the_model(tmp_path):
     names = set(model.state_dict())
     assert [float(s.gate) for s in sublayers(model)] == [1.0] * 6
     assert [float(s.gate) for s in sublayers(at(model, 3))] == [3 / 4] * 2 + [3 / 8] * 2 + [3 / 12] * 2
+    exact = at(copy.deepcopy(model).double(), 1)
+    assert [float(s.gate) for s in sublayers(exact)] == [1 / 4] * 2 + [1 / 8] * 2 + [1 / 12] * 2
     assert set(model.state_dict()) == names
     assert list(sublayers(model)[0].buffers()) == []
     assert [float(s.gate) for s in sublayers(copy.deepcopy(model))] == [float(s.gate) for s in sublayers(model)]

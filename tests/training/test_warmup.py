@@ -44,9 +44,8 @@ def test_gates_follow_the_step_from_1(tiny, tmp_path, seen):
     assert hosts.scheme_of(model.config).warmup_steps == 2
 
 
-# In the warm-up, right after it, and when no step is left.
-@pytest.mark.parametrize("at", [3, 4, 7])
-@pytest.mark.parametrize("scheme", ["siamese", "mhc"])
+# In the warm-up, and when no step is left; a run killed at a step resumes before it.
+@pytest.mark.parametrize(("scheme", "at"), [("mhc", 3), ("siamese", 4), ("siamese", 7)])
 def test_a_resumed_run_goes_on_with_its_gates(tiny, tmp_path, seen, scheme, at):
     recipe = tiny(f"model.scheme={scheme}", "model.options={warmup_steps: 3}", "train.checkpoint_every=1")
     train(recipe, tmp_path / "unbroken", Watcher())
@@ -55,7 +54,8 @@ def test_a_resumed_run_goes_on_with_its_gates(tiny, tmp_path, seen, scheme, at):
     seen.clear()
     train(recipe, tmp_path / "broken", Watcher())
     assert [t for t, _ in seen if t > 0] == list(range(at, 8))
-    assert all(found == [min(t / 3, 1.0)] * 2 + [min(t / 6, 1.0)] * 2 for t, found in seen if t > 0)
+    for t, found in seen:
+        assert t < 0 or found == pytest.approx([min(t / 3, 1.0)] * 2 + [min(t / 6, 1.0)] * 2)
     assert_same(tmp_path / "broken", tmp_path / "unbroken")
 
 

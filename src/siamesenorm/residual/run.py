@@ -66,15 +66,18 @@ def set_step(module: nn.Module, scheme: Scheme, step: int) -> None:
 
     Gates are not saved with a model: a resumed run sets them by the step it goes on from, and a loaded model is open.
     """
+    # As wide as a weight allows: a gate in float64 makes torch compile a float32 model twice over.
+    weight = next(module.parameters(), torch.empty(0))
+    dtype = torch.promote_types(weight.dtype, torch.float32)
     for sublayer in module.modules():
         if isinstance(sublayer, Sublayer):
-            value = scheme.gate(sublayer.site, step)
-            if isinstance(sublayer.gate, Tensor):
-                sublayer.gate.fill_(value)
-            elif value != 1.0:
+            gate, value = sublayer.gate, scheme.gate(sublayer.site, step)
+            if isinstance(gate, Tensor) and gate.dtype == dtype:
+                gate.fill_(value)
+            elif isinstance(gate, Tensor) or value != 1.0:
                 # A tensor without dimensions, in main memory, multiplies on any device and in any dtype. Compiled code
                 # reads it anew each time, where a Python number would be part of the code.
-                sublayer.gate = torch.tensor(value, dtype=torch.float64, device="cpu")
+                sublayer.gate = torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def _marked(streams: Streams) -> bool:
