@@ -58,7 +58,7 @@ def jobs():
         {"overrides": PLAIN, "out": "two-then-one", "at": 3, "signal": "SIGINT", "on": 0},
         {"overrides": PLAIN, "out": "one-then-two"},
         {"overrides": ["train.precision=bfloat16", *PLAIN], "out": "two/bfloat16"},
-        {"overrides": ["train.batch_size=3"], "out": "odd"},
+        {"overrides": ["train.batch_size=3"], "out": "odd-batch"},
         {"overrides": ["train.parallel=hsdp", "train.shard_degree=3"], "out": "odd"},
         {"overrides": ["optim.lr=1e36", "schedule.warmup_steps=0", "train.max_grad_norm=null"], "out": "diverged"},
     ]
@@ -165,9 +165,10 @@ def test_bfloat16_in_parts_is_autocast_within_its_rounding(folder, results, alon
 
 
 def test_what_does_not_divide_is_refused(folder, results):
-    assert results["odd"]["statuses"] == ["refused", "refused"]
+    assert results["odd"]["statuses"] == results["odd-batch"]["statuses"] == ["refused", "refused"]
+    assert "train.batch_size (3) does not divide over 2 processes" in results["odd-batch"]["message"]
     assert "train.shard_degree (3) does not divide 2 processes" in results["odd"]["message"]
-    assert not (folder / "odd").exists()
+    assert not list(folder.glob("odd*"))
 
 
 def test_all_stop_before_a_step_that_is_not_finite(folder, results):
