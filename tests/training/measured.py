@@ -5,21 +5,21 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
+from siamesenorm.training.build import build_model
 from siamesenorm.training.processes import speaks
+from siamesenorm.training.recipe import Recipe
 from siamesenorm.training.recipe_files import load
 from siamesenorm.training.run import train
 from tests.training.tiny import Watcher
 
 SELF = Path("/proc/self")
-# Enough for libraries to take what they take when they are first used.
-WARM = ["model.config.hidden_size=64", "model.config.intermediate_size=64", "train.steps=2"]
+WARM = ["model.config.hidden_size=64", "model.config.intermediate_size=64"]
 
 
 def resident(what: str) -> int:
@@ -32,15 +32,24 @@ def forget() -> None:
     (SELF / "clear_refs").write_text("5")
 
 
+def warm_up(recipe: Recipe) -> None:
+    """A step of a small model, so that libraries have taken what they take when they are first used."""
+    import siamesenorm.training.engine  # noqa: F401
+
+    model = build_model(recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ids = torch.zeros((2, 64), dtype=torch.long)
+    with torch.autocast("cpu", torch.bfloat16, enabled=recipe.train.precision == "bfloat16"):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+
+
 def main(folder: str, recipe: str, *overrides: str) -> None:
     torch.set_num_threads(1)
     # A mixture trains with the grouped product of its experts wherever transformers sees that its class has one.
     PreTrainedModel._can_set_experts_implementation = classmethod(lambda cls: True)
-    # Each by itself, since processes can meet only once.
-    rank, launched = os.environ.get("RANK", "0"), os.environ.pop("WORLD_SIZE", None)
-    train(load(recipe, [*overrides, *WARM]), Path(folder, f"warm{rank}"), Watcher())
-    if launched is not None:
-        os.environ["WORLD_SIZE"] = launched
+    warm_up(load(recipe, [*overrides, *WARM]))
     forget()
     before = resident("VmRSS")
     most: list[int] = []
