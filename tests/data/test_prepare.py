@@ -4,6 +4,7 @@ import errno
 import gzip
 import json
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -347,6 +348,7 @@ def test_a_request_that_fails_at_once_leaves_nothing(corpus, tmp_path):
         (request(corpus, train_bpe=300, reading=Reading(text_field="txet")), "did you mean 'text'"),
         (request(tmp_path / "nothing.txt"), "there is no file"),
         (request(corpus, tokenizer=str(tmp_path)), "cannot load the tokeniser"),
+        (request(write(tmp_path / "single.jsonl", ["only"])), "there is a single document"),
         (request(corpus, validation_fraction=1e-9), "the validation split is empty"),
         (request(corpus, validation_fraction=1 - 1e-9), "the train split is empty"),
         (request(write(tmp_path / "empty.jsonl", ["", " \n"])), r"there is no document in .*2 empty"),
@@ -360,6 +362,7 @@ def test_a_request_that_fails_at_once_leaves_nothing(corpus, tmp_path):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
+        ({"source": ""}, "the source is empty"),
         ({"train_bpe": 257}, "--train-bpe must be at least 258"),
         ({"train_bpe": 300, "tokenizer": "gpt2"}, "--tokenizer .* --train-bpe .* one of them"),
         ({"validation_fraction": 0.0}, "--validation-fraction must be between 0 and 1, not 0.0"),
@@ -371,7 +374,7 @@ def test_a_request_that_fails_at_once_leaves_nothing(corpus, tmp_path):
 )
 def test_arguments_out_of_range_are_refused(corpus, tmp_path, more, words):
     with pytest.raises(ConfigError, match=words):
-        run(request(corpus, **more), tmp_path / "out")
+        run(request(**{"source": corpus, **more}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -393,6 +396,17 @@ def test_folders_with_something_else_are_left_alone(corpus, tmp_path):
         run(request(corpus), corpus)
     with pytest.raises(ConfigError, match="cannot make the folder"):
         run(request(corpus), corpus / "below")
+
+
+def test_a_folder_inside_its_source_is_refused(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    write(source / "a.jsonl", texts())
+    for out in (source / "out", source / ".." / "source" / "deep" / "out"):
+        with pytest.raises(ConfigError, match="lies in the source"):
+            run(request(source), out)
+    assert [path.name for path in source.iterdir()] == ["a.jsonl"]
+    run(request(source), tmp_path / "source-out")
 
 
 def test_a_full_disk_leaves_what_was_finished(corpus, tmp_path, monkeypatch):
@@ -420,7 +434,7 @@ def test_two_processes_do_not_prepare_one_folder(corpus, tmp_path):
     assert run(request(corpus), tmp_path / "out").status == "finished"
 
 
-@pytest.mark.parametrize("damage", ["progress", "shorter", "gone", "tokenizer"])
+@pytest.mark.parametrize("damage", ["progress", "shorter", "gone", "tokenizer", "no tokenizer"])
 def test_an_unfinished_folder_that_was_damaged_is_refused(corpus, tmp_path, monkeypatch, damage):
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
@@ -437,6 +451,9 @@ def test_an_unfinished_folder_that_was_damaged_is_refused(corpus, tmp_path, monk
     elif damage == "gone":
         (out / "train-00000.npy").unlink()
         words = "train-00000.npy, which was finished, cannot be read"
+    elif damage == "no tokenizer":
+        shutil.rmtree(out / "tokenizer")
+        words = "the tokeniser .* is missing; delete the folder"
     else:
         byte_tokenizer.build().save_pretrained(out / "tokenizer")
         facts = json.loads((out / "tokenizer" / "tokenizer.json").read_text())

@@ -1,6 +1,7 @@
 """What a prepared folder must be like before anything is trained on it."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -102,11 +103,18 @@ def test_a_tokeniser_that_is_not_the_arrays_is_refused(folder):
     facts = json.loads(path.read_text())
     facts["normalizer"] = {"type": "Lowercase"}
     path.write_text(json.dumps(facts))
-    with pytest.raises(ConfigError, match="is not the one that made the arrays"):
-        found.tokenizer()
+    # Before anything is trained on them, and not when the trained model is saved.
+    for take in (found.tokenizer, lambda: opened(folder)):
+        with pytest.raises(ConfigError, match="is not the one that made the arrays"):
+            take()
     path.unlink()
-    with pytest.raises(ConfigError, match="cannot load the tokeniser"):
-        found.tokenizer()
+    for take in (found.tokenizer, lambda: opened(folder)):
+        with pytest.raises(ConfigError, match="cannot load the tokeniser"):
+            take()
+    shutil.rmtree(folder / "tokenizer")
+    for take in (found.tokenizer, lambda: opened(folder)):
+        with pytest.raises(ConfigError, match="tokenizer is missing; delete the folder"):
+            take()
 
 
 def test_what_is_not_prepared_is_no_source(folder, tmp_path):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -146,6 +147,8 @@ def test_what_is_wrong_in_parquet_is_named_by_row_or_column(tmp_path):
     pq.write_table(pa.table({"content": ["x"], "n": [1]}), path)
     (missing,), _ = bad_ones(path)
     assert missing.message == f"{path}: there is no field 'text'; did you mean 'content'? (--text-field)"
+    # Once for the file, however many rows it has.
+    pq.write_table(pa.table({"n": range(1000)}), path)
     (numbers,), _ = bad_ones(path, Reading(text_field="n"))
     assert "holds int64, not text" in numbers.message
 
@@ -179,6 +182,54 @@ def test_a_bad_file_is_passed_over_once(tmp_path, name, content, reason, words):
     behind = items[items.index(bad) + 1 :]
     assert behind
     assert list(source.items(bad.after)) == behind
+
+
+def test_texts_in_csv_are_taken_as_they_are(tmp_path):
+    path = tmp_path / "a.csv"
+    # A comma at each row's end, as some programs write it, and texts that could be taken for a missing value.
+    path.write_text('text,title\nNA,A,\nnull,B,\n"a,\nb",C,\n"",D,\n')
+    (missing,), good = bad_ones(path)
+    assert good == [b"NA", b"null", b"a,\nb"]
+    assert missing.message == f"{path}, row 4: the field 'text' holds null, not text"
+    path.write_text("text,title\nhello, world,A\nmore,B\n")
+    refused(path, "stopped after row 0", "loss of data")
+    path.write_text("text,title\nmore,B\nhello, world,A\n")
+    refused(path, "stopped after row 0", "Expected 2 fields in line 3, saw 3")
+
+
+def test_the_mark_that_begins_a_file_is_no_text(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbfone\n\n\xef\xbb\xbftwo")
+    assert bad_ones(path)[1] == [b"one", b"\xef\xbb\xbftwo"]
+    assert bad_ones(path, Reading(document_end="file"))[1] == [b"one\n\n\xef\xbb\xbftwo"]
+    path.write_bytes(b"\xef\xbb\xbf\xff")
+    assert "at byte 3 of the file" in bad_ones(path)[0][0].message
+
+
+def test_links_in_a_folder(tmp_path):
+    base, elsewhere = text_folder(tmp_path / "folder"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "z.txt").write_bytes(b"elsewhere")
+    (base / "linked").symlink_to(elsewhere)
+    (elsewhere / "back").symlink_to(base)
+    (base / "5.txt").symlink_to(tmp_path / "gone.txt")
+    bad, good = bad_ones(base)
+    assert [each.message for each in bad] == [f"cannot read {base / '5.txt'}: No such file or directory"]
+    assert good == [*(text.encode() for text in TEXTS if text), b"elsewhere"]
+
+
+def test_a_subfolder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    base = text_folder(tmp_path / "folder")
+    (base / "inner").mkdir()
+    listed = os.scandir
+
+    def scandir(path):
+        if Path(path).name == "inner":
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    refused(base, f"cannot read the folder {base / 'inner'}: Permission denied")
 
 
 def test_an_unreadable_file_is_named(tmp_path):
@@ -229,6 +280,9 @@ def test_sources_that_cannot_be_read_are_refused(tmp_path):
     saved_splits(tmp_path / "saved")
     refused(tmp_path / "saved", "no split 'trian'", "did you mean 'train'?", split="trian")
     refused(tmp_path / "saved", "there is no field 'txt'", "'text'", text_field="txt")
+    saved(tmp_path / "whole")
+    refused(tmp_path / "whole", "the column 'id' holds int64, not text", text_field="id")
+    refused(tmp_path / "strange" / "c.txt", "there is no table file", ".csv", format="table")
 
 
 def test_a_format_can_be_forced(tmp_path):

@@ -23,45 +23,46 @@ PLAIN = ["model.config.attention_dropout=0.0"]
 MOE = ["model.host=olmoe", "model.config.num_experts=4", "model.config.num_experts_per_tok=2"]
 TIED = ["model.config.tie_word_embeddings=true"]
 
-# What two processes do, and what one is compared with.
+# What two processes do, and one is compared with.
 EQUAL = {
-    "fsdp": [],
     "fsdp-tied-checkpointed": [*TIED, "train.activation_checkpointing=true", "train.micro_batch_size=1"],
-    "ddp": ["train.parallel=ddp", "train.micro_batch_size=1"],
-    "ddp-tied-masked": ["train.parallel=ddp", *TIED, "data.document_masking=true"],
+    "ddp-masked": ["train.parallel=ddp", "data.document_masking=true", "train.micro_batch_size=1"],
     "hsdp": ["train.parallel=hsdp", "train.shard_degree=1", "train.micro_batch_size=1"],
-    "hsdp-of-one-machine": ["train.parallel=hsdp"],
-    "pre": ["model.scheme=pre"],
-    "moe-fsdp": MOE,
     "moe-fsdp-checkpointed": [*MOE, "train.activation_checkpointing=true", "train.micro_batch_size=1"],
-    "moe-ddp-tied": [*MOE, *TIED, "train.parallel=ddp", "train.micro_batch_size=1"],
+    "moe-ddp-tied": [*MOE, *TIED, "train.parallel=ddp"],
 }
-BROKEN = {
-    "dense": [],
-    "dense-tied-ddp": [*TIED, "train.parallel=ddp"],
-    "moe": MOE,
-    "moe-tied": [*MOE, *TIED],
+MORE_EQUAL = {
+    "pre": ["model.scheme=pre"],
+    "ddp-tied": ["train.parallel=ddp", *TIED, "train.micro_batch_size=1"],
+    "hsdp-of-one-machine": ["train.parallel=hsdp"],
+    "moe-fsdp": MOE,
 }
+BROKEN = {"dense": [], "moe-tied": [*MOE, *TIED]}
+MORE_BROKEN = {"dense-tied-ddp": [*TIED, "train.parallel=ddp"], "moe": MOE}
+OTHERS = [
+    {"overrides": PLAIN, "out": "two-then-one", "at": 3, "signal": "SIGINT", "on": 0},
+    {"overrides": PLAIN, "out": "one-then-two"},
+    {"overrides": ["train.precision=bfloat16", *PLAIN], "out": "two/bfloat16"},
+    {"overrides": ["train.batch_size=3"], "out": "odd-batch"},
+    {"overrides": ["train.parallel=hsdp", "train.shard_degree=3"], "out": "odd"},
+    {"overrides": ["optim.lr=1e36", "schedule.warmup_steps=0", "train.max_grad_norm=null"], "out": "diverged"},
+]
 
 
-def jobs():
-    made = [{"overrides": [*PLAIN, *overrides], "out": f"two/{name}"} for name, overrides in EQUAL.items()]
-    for name, overrides in BROKEN.items():
+def jobs(equal, broken):
+    made = [{"overrides": [*PLAIN, *overrides], "out": f"two/{name}"} for name, overrides in equal.items()]
+    for name, overrides in broken.items():
         made += [
             {"overrides": overrides, "out": f"unbroken/{name}"},
             # One process alone hears of the signal; a checkpoint is due at even steps, an epoch has four.
             {"overrides": overrides, "out": f"broken/{name}", "at": 3, "signal": "SIGTERM"},
             {"overrides": overrides, "out": f"broken/{name}"},
         ]
-    return [
-        *made,
-        {"overrides": PLAIN, "out": "two-then-one", "at": 3, "signal": "SIGINT", "on": 0},
-        {"overrides": PLAIN, "out": "one-then-two"},
-        {"overrides": ["train.precision=bfloat16", *PLAIN], "out": "two/bfloat16"},
-        {"overrides": ["train.batch_size=3"], "out": "odd"},
-        {"overrides": ["train.parallel=hsdp", "train.shard_degree=3"], "out": "odd"},
-        {"overrides": ["optim.lr=1e36", "schedule.warmup_steps=0", "train.max_grad_norm=null"], "out": "diverged"},
-    ]
+    return made
+
+
+def slow(names):
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def torchrun(folder, *arguments, processes=2):
@@ -94,19 +95,38 @@ def alone(folder):
     arrays.prepare = prepare
 
 
-@pytest.fixture(scope="module")
-def results(folder, alone):
-    """All that two processes did, by folder."""
-    stopped = train_until(folder, alone, 3)
-    assert stopped.status == "interrupted"
-    todo = jobs()
+def run_all(folder, todo):
     (folder / "jobs.json").write_text(json.dumps(todo))
     process = torchrun(folder, "-m", "tests.training.worker", folder)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
-    return {
-        job["out"]: result for job, result in zip(todo, json.loads((folder / "results.json").read_text()), strict=True)
-    }
+    done = json.loads((folder / "results.json").read_text())
+    return {job["out"]: result for job, result in zip(todo, done, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def results(folder, alone):
+    """All that two processes did, by folder."""
+    assert train_until(folder, alone, 3).status == "interrupted"
+    return run_all(folder, [*jobs(EQUAL, BROKEN), *OTHERS])
+
+
+@pytest.fixture(scope="module")
+def more_results(folder, alone):
+    """What they do beyond the default tests."""
+    return run_all(folder, jobs(MORE_EQUAL, MORE_BROKEN))
+
+
+@pytest.fixture
+def result_of(request):
+    """The result of a run by its folder; starts the runs that it is among."""
+
+    def find(out):
+        name = out.split("/")[-1]
+        more = name in MORE_EQUAL or name in MORE_BROKEN
+        return request.getfixturevalue("more_results" if more else "results")[out]
+
+    return find
 
 
 def train_until(folder, alone, at):
@@ -118,13 +138,14 @@ def losses(run):
     return [line["loss"] for line in read_metrics(run / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("name", EQUAL)
-def test_two_processes_compute_what_one_does(name, folder, results, alone):
+@pytest.mark.parametrize("name", [*EQUAL, *slow(MORE_EQUAL)])
+def test_two_processes_compute_what_one_does(name, folder, result_of, alone):
     run = folder / "two" / name
-    assert results[f"two/{name}"]["statuses"] == ["finished", "finished"]
-    overrides = [each for each in EQUAL[name] if "parallel" not in each and "degree" not in each]
+    result = result_of(f"two/{name}")
+    assert result["statuses"] == ["finished", "finished"]
+    overrides = [each for each in (EQUAL | MORE_EQUAL)[name] if "parallel" not in each and "degree" not in each]
     expected = alone(f"one/{name}", *PLAIN, *overrides).summary
-    summary = results[f"two/{name}"]["summary"]
+    summary = result["summary"]
     assert losses(run) == pytest.approx(losses(folder / "one" / name), abs=1e-5)
     assert len(losses(run)) == 7
     assert summary["val_loss"] == pytest.approx(expected["val_loss"], abs=1e-5)
@@ -142,9 +163,9 @@ def test_two_processes_compute_what_one_does(name, folder, results, alone):
     assert sum(p.numel() for p in model.parameters()) == summary["params"]
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_signal_to_one_of_two_is_saved_and_resumed_bit_for_bit(name, folder, results):
-    assert results[f"broken/{name}"]["begun"] == [3]
+@pytest.mark.parametrize("name", [*BROKEN, *slow(MORE_BROKEN)])
+def test_a_signal_to_one_of_two_is_saved_and_resumed_bit_for_bit(name, folder, result_of):
+    assert result_of(f"broken/{name}")["begun"] == [3]
     assert_same(folder / "broken" / name, folder / "unbroken" / name)
 
 
@@ -165,9 +186,10 @@ def test_bfloat16_in_parts_is_autocast_within_its_rounding(folder, results, alon
 
 
 def test_what_does_not_divide_is_refused(folder, results):
-    assert results["odd"]["statuses"] == ["refused", "refused"]
+    assert results["odd"]["statuses"] == results["odd-batch"]["statuses"] == ["refused", "refused"]
+    assert "train.batch_size (3) does not divide over 2 processes" in results["odd-batch"]["message"]
     assert "train.shard_degree (3) does not divide 2 processes" in results["odd"]["message"]
-    assert not (folder / "odd").exists()
+    assert not list(folder.glob("odd*"))
 
 
 def test_all_stop_before_a_step_that_is_not_finite(folder, results):

@@ -242,19 +242,19 @@ MOE = [
 @pytest.mark.parametrize("host", ["olmoe", "qwen3_moe", "mixtral"])
 def test_the_routers_loss_is_the_hosts_over_each_sequence(tiny, host):
     experts = "num_local_experts" if host == "mixtral" else "num_experts"
-    model = build_model(tiny(f"model.host={host}", f"model.config.{experts}=4", *MOE[1:2], MOE[3])).double().eval()
+    model = build_model(tiny(f"model.host={host}", f"model.config.{experts}=4", *MOE[1:2], MOE[3])).eval()
     routers = RouterLoss.of(model, "sequence")
     ids = uneven_batch()["input_ids"]
     out = model(input_ids=ids, output_router_logits=True)
     expected = sum(model(input_ids=row[None], output_router_logits=True).aux_loss for row in ids)
-    assert routers(out.router_logits, len(ids)).item() == pytest.approx(expected.item(), rel=1e-9)
+    assert routers(out.router_logits, len(ids)).item() == pytest.approx(expected.item(), rel=1e-6)
     whole = RouterLoss.of(model, "micro_batch")(out.router_logits, len(ids))
-    assert whole.item() == pytest.approx(8 * out.aux_loss.item(), rel=1e-9)
+    assert whole.item() == pytest.approx(8 * out.aux_loss.item(), rel=1e-6)
     assert whole.item() != pytest.approx(expected.item(), rel=1e-4)
 
 
 def test_micro_batches_of_experts_change_neither_losses_nor_gradients(tiny):
-    model = build_model(tiny(*MOE, "model.config.router_aux_loss_coef=0.5")).double()
+    model = build_model(tiny(*MOE, "model.config.router_aux_loss_coef=0.5"))
     found = []
     for size in (8, 1):
         module = module_for(model, size, routers=RouterLoss.of(model, "sequence"))
@@ -263,7 +263,7 @@ def test_micro_batches_of_experts_change_neither_losses_nor_gradients(tiny):
         found.append((module._batch_losses.clone(), gradients(model)))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-6, atol=0)
     for name, grad in found[0][1].items():
-        torch.testing.assert_close(grad, found[1][1][name], rtol=1e-8, atol=1e-12)
+        torch.testing.assert_close(grad, found[1][1][name], rtol=1e-4, atol=1e-6)
     without = module_for(model, 8)
     without.zero_grads()
     without.train_batch(uneven_batch())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -186,10 +187,26 @@ def test_wandb_hears_how_a_run_ended(stub, tiny, tmp_path, summary, code):
     assert run.exits == [code]
 
 
+def payload(log: bytes) -> bytes:
+    """What a W&B file holds, without the 7 bytes (checksum, length, kind) before each piece of a block of 32 KiB."""
+    pieces, at = [], 7
+    while at + 7 <= len(log):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        length = int.from_bytes(log[at + 4 : at + 6], "little")
+        pieces.append(log[at + 7 : at + 7 + length])
+        at += 7 + length
+    return b"".join(pieces)
+
+
 def test_wandb_offline(tiny, tmp_path, wandb_mode, capfd):
     wandb_mode("offline")
     recipe = tiny()
     for after in (0, 2):
+        # Sessions are told apart by the second in which they began.
+        time.sleep(1.1)
         session(
             Trackers({"W&B": WeightsAndBiases("project", tmp_path, recipe, "name")}, fail),
             after,
@@ -199,7 +216,7 @@ def test_wandb_offline(tiny, tmp_path, wandb_mode, capfd):
     run_id = (tmp_path / "wandb" / "run-id.txt").read_text().strip()
     files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     assert {path.stem for path in files} == {f"run-{run_id}"}
-    content = b"".join(path.read_bytes() for path in files)
+    content = b"".join(payload(path.read_bytes()) for path in files)
     for expected in (b"train/loss", b"3.123456", b"5.123456", b"model.config.hidden_size", b"val_loss"):
         assert expected in content
     assert capfd.readouterr().out == ""

@@ -90,8 +90,8 @@ def _folder(source: str) -> Path:
         raise ConfigError(f"{source} is not prepared; 'siamesenorm data prepare {source} --out DIR' makes DIR of it")
     if path.parent != Path("."):
         raise ConfigError(
-            f"unknown data source: there is no folder {source}; it can be made of text files or of a dataset on the hub, "
-            f"by siamesenorm data prepare SOURCE --tokenizer NAME --out {source}"
+            f"unknown data source: there is no folder {source}; it can be made of text files or of a dataset on the "
+            f"hub, by siamesenorm data prepare SOURCE --tokenizer NAME --out {source}"
         )
     raise ConfigError(
         f"unknown data source {source!r}; {nearest(source, [corpus.NAME])} A folder made by 'siamesenorm data prepare' "
@@ -106,6 +106,8 @@ def _prepared(folder: Path, cache: Path) -> TokenArrays:
     if shards.fingerprint(arrays.tokenizer_sha256, arrays.vocabulary, parts) != arrays.sha256:
         raise ConfigError(f"{folder / shards.META} has been changed by hand; prepare the corpus anew")
     shards.check_files(arrays)
+    # A trained model is saved with it, so what is wrong with it must not show only then.
+    arrays.tokenizer()
     memory = cache / "checked" / f"{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}.json"
     shards.check_content(arrays, memory)
     return arrays

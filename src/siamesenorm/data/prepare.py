@@ -66,6 +66,8 @@ class Request:
         Raises:
             ConfigError: naming the option.
         """
+        if not self.source:
+            raise ConfigError("the source is empty; give a path, or the name of a dataset on the hub")
         if self.tokenizer is not None and self.train_bpe is not None:
             raise ConfigError("--tokenizer takes a tokeniser that there is and --train-bpe makes one; give one of them")
         if self.train_bpe is not None and self.train_bpe < tokenizers.SMALLEST_BPE:
@@ -171,6 +173,11 @@ def prepare(request: Request, out: Path, watcher: Watcher) -> Prepared:
     request.check()
     started = time.perf_counter()
     _check_folder(out)
+    if Path(request.source).is_dir() and out.resolve().is_relative_to(Path(request.source).resolve()):
+        raise ConfigError(
+            f"--out {out} lies in the source {request.source}, so its files would be taken for documents; choose "
+            "another --out"
+        )
     source, reading = _open(request, out)
     arguments = replace(request, reading=reading).arguments()
     for note in source.notes:
@@ -182,6 +189,7 @@ def prepare(request: Request, out: Path, watcher: Watcher) -> Prepared:
             arrays = shards.read_meta(out, str(out))
             _require_equal(out, arrays.facts, arguments, source.digest)
             shards.check_files(arrays)
+            arrays.tokenizer()
             (out / shards.PROGRESS).unlink(missing_ok=True)
             return Prepared("already finished", arrays, time.perf_counter() - started)
         job = _Job(request, arguments, source, out, watcher)
@@ -262,7 +270,7 @@ class _Job:
             self.position = Position(**progress["position"])
             self.empty, self.skipped = int(progress["empty"]), Counter(progress["skipped"])
             self.tokenizer_sha256 = progress["tokenizer_sha256"]
-            tokenizer = tokenizers.load(str(self.out / shards.TOKENIZER))
+            tokenizer = shards.load_tokenizer(self.out)
             self._make_sides(tokenizer)
             for name, side in self.sides.items():
                 side.restore(progress["sides"][name])
@@ -413,6 +421,10 @@ class _Job:
             left_out = [f"{self.empty:,} empty"] if self.empty else []
             left_out += [f"{count:,} skipped for {reason}" for reason, count in sorted(self.skipped.items())]
             raise ConfigError(f"there is no document in {source}{' (' + ', '.join(left_out) + ')' if left_out else ''}")
+        if documents == 1:
+            raise ConfigError(
+                f"there is a single document in {source}, and both splits need one; --document-end cuts text into more"
+            )
         missing, other = ("train", "smaller") if not train else ("validation", "larger")
         raise ConfigError(
             f"the {missing} split is empty: none of the {documents:,} documents in {source} falls into it with "

@@ -111,7 +111,7 @@ class TokenArrays:
         Raises:
             ConfigError: where it cannot be loaded or is another one.
         """
-        made = tokenizers.load(str(self.folder / TOKENIZER))
+        made = load_tokenizer(self.folder)
         if tokenizers.fingerprint(made) != self.tokenizer_sha256:
             raise ConfigError(
                 f"the tokeniser in {self.folder / TOKENIZER} is not the one that made the arrays beside it"
@@ -119,6 +119,18 @@ class TokenArrays:
         if max_length is not None:
             made.model_max_length = max_length
         return made
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokeniser in a folder that is or was being prepared.
+
+    Raises:
+        ConfigError: where it cannot be loaded.
+    """
+    path = folder / TOKENIZER
+    if not path.is_dir():
+        raise ConfigError(f"the tokeniser {path} is missing; {_ANEW}")
+    return tokenizers.load(str(path))
 
 
 def fingerprint(tokenizer_sha256: str, vocabulary: Vocabulary, parts: Mapping[str, Part]) -> str:

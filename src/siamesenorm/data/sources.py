@@ -6,10 +6,13 @@ reading can go on from there in another process. What cannot be taken as a docum
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import hashlib
 import json
+import os
 import re
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,9 +38,11 @@ FORMATS = {
     # Read by the `datasets` library.
     "table": (".csv", ".tsv", ".arrow"),
 }
-_TABLES: dict[str, tuple[str, dict[str, str]]] = {
-    ".csv": ("csv", {}),
-    ".tsv": ("csv", {"sep": "\t"}),
+# Only nothing is no text, not "NA"; and a row that ends with a comma does not move the columns.
+_CSV: dict[str, Any] = {"keep_default_na": False, "na_values": [""], "index_col": False}
+_TABLES: dict[str, tuple[str, dict[str, Any]]] = {
+    ".csv": ("csv", _CSV),
+    ".tsv": ("csv", {"sep": "\t", **_CSV}),
     ".arrow": ("arrow", {}),
 }
 
@@ -159,11 +164,7 @@ def _files(path: Path, reading: Reading) -> tuple[list[Path], list[str]]:
     """All files that might be read, in the order of their names; hidden ones are left out."""
     if path.is_file():
         return [path], []
-    try:
-        below = [file for file in path.rglob("*") if file.is_file()]
-    except OSError as error:
-        raise ConfigError(f"cannot read the folder {path}: {error.strerror or error}") from error
-    below = [file for file in below if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    below = [file for file in _walk(path) if file.is_file() or not file.exists()]
     below.sort(key=lambda file: file.relative_to(path).as_posix())
     if not below:
         raise ConfigError(f"there is no file in {path}")
@@ -172,6 +173,24 @@ def _files(path: Path, reading: Reading) -> tuple[list[Path], list[str]]:
     return below, [
         f"{others} files of other kinds are left out"
     ] if ours and others and reading.format != "text" else []
+
+
+def _walk(path: Path) -> Iterator[Path]:
+    """All that is no folder, below a folder; links to folders are followed, hidden things left out."""
+
+    def refuse(error: OSError) -> None:
+        raise ConfigError(f"cannot read the folder {error.filename}: {error.strerror or error}") from error
+
+    met: set[str] = set()
+    for folder, subfolders, names in os.walk(path, onerror=refuse, followlinks=True):
+        # A link may lead back to where it comes from.
+        real = os.path.realpath(folder)
+        if real in met:
+            subfolders.clear()
+            continue
+        met.add(real)
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
 def _kind(path: Path, files: Sequence[Path], reading: Reading) -> str:
@@ -199,7 +218,7 @@ def _kind(path: Path, files: Sequence[Path], reading: Reading) -> str:
 
 def _named_by_user(file: Path, path: Path, kind: str, reading: Reading) -> bool:
     """Whether ``--format`` makes a file with an unknown name one of this kind."""
-    if reading.format != kind or _format_of(file) == kind:
+    if reading.format != kind or _format_of(file) == kind or kind == "table":
         return False
     # In a folder, only text goes by other names; the file that is named itself may be called anything.
     return path.is_file() or (kind == "text" and _format_of(file) is None)
@@ -350,7 +369,7 @@ class TextFile:
                             # What stands between two documents may be longer than what has been read of it.
                             break
                         record += 1
-                        found = _checked(buffer[start : match.start()], str(self.path), offset)
+                        found = self._document(buffer[start : match.start()], offset)
                         offset += match.end() - start
                         start = match.end()
                         yield found, offset, record
@@ -359,7 +378,12 @@ class TextFile:
                     # Where the next document would begin is not known, so the rest of the file is given up.
                     raise _GivenUpError(*_too_long(str(self.path)))
             if buffer:
-                yield _checked(buffer, str(self.path), offset), offset + len(buffer), record + 1
+                yield self._document(buffer, offset), offset + len(buffer), record + 1
+
+    def _document(self, content: bytes, at: int) -> _Found:
+        # Some editors begin a file with a mark that is no part of its text.
+        mark = len(codecs.BOM_UTF8) if at == 0 and content.startswith(codecs.BOM_UTF8) else 0
+        return _checked(content[mark:], str(self.path), at + mark)
 
 
 class JsonLines:
@@ -436,8 +460,7 @@ def _column(column: Any, name: str, where: str, first: int) -> Iterator[tuple[_F
         column = column.cast(column.type.value_type)
     kinds = (arrow.types.is_string, arrow.types.is_large_string, arrow.types.is_binary, arrow.types.is_large_binary)
     if not any(is_kind(column.type) for is_kind in kinds):
-        yield ("no text", f"{where}: the column '{name}' holds {column.type}, not text"), first + len(column)
-        return
+        raise _GivenUpError("no text", f"{where}: the column '{name}' holds {column.type}, not text")
     # As bytes, so that a text that is not UTF-8 is found here and named, and does not end the whole batch.
     for row, value in enumerate(column.cast(arrow.large_binary()).to_pylist(), start=first + 1):
         yield _text(value, name, f"{where}, row {row}"), row
@@ -482,6 +505,8 @@ class TableSource:
                     yield self._item(each, row)
         except ConfigError:
             raise
+        except _GivenUpError as error:
+            raise ConfigError(str(error)) from None
         except Exception as error:  # networks and whatever reads the rows have errors of many kinds
             raise ConfigError(f"reading {self.name} stopped after row {row}: {_one_line(error)}") from error
 
@@ -532,6 +557,8 @@ def _tables(path: Path, files: Sequence[Path], reading: Reading, notes: Sequence
     names = [str(file) for file in files]
 
     def load() -> Any:
+        # Instead of a warning that the rest of a row is lost.
+        warnings.filterwarnings("error", message="Length of header or names does not match")
         return _needed("datasets").load_dataset(builder, data_files=names, split="train", streaming=True, **options)
 
     return TableSource(

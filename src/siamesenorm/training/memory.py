@@ -78,11 +78,11 @@ def training_memory(model: PreTrainedModel, recipe: Recipe, ranks: int = 1) -> M
     with ExitStack() as stack:
         if how in ("fsdp", "hsdp"):
             stack.enter_context(_absent(ranks))
-            mesh = parallel._mesh(recipe, how, cpu, processes)
+            mesh = parallel.mesh_for(recipe, how, cpu, processes)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(balanced_experts(model))
         if how in ("fsdp", "hsdp"):
-            parallel._shard(model, mesh, recipe)
+            parallel.shard(model, mesh, recipe)
         model = model.to_empty(device=cpu).train()
         model.tie_weights()
         ledger = _Ledger()

@@ -52,7 +52,7 @@ def place(recipe: Recipe, device: torch.device, processes: Processes) -> PreTrai
         return build_model(recipe).to(device)
     whole = processes.first_only(lambda: build_model(recipe))
     model = empty_model(recipe)
-    _shard(model, _mesh(recipe, how, device, processes), recipe)
+    shard(model, mesh_for(recipe, how, device, processes), recipe)
     model.to_empty(device=device)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, {} if whole is None else whole.state_dict(), options=options)
@@ -75,7 +75,7 @@ def whole_model(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel | Non
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if not state:
         return None
-    whole = empty_model(recipe)
+    whole = empty_model(recipe).train(model.training)
     whole.load_state_dict(state, assign=True)
     whole.tie_weights()
     for name, buffer in model.named_buffers():
@@ -89,14 +89,15 @@ def _is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def _mesh(recipe: Recipe, how: str, device: torch.device, processes: Processes) -> DeviceMesh:
+def mesh_for(recipe: Recipe, how: str, device: torch.device, processes: Processes) -> DeviceMesh:
+    """The processes in one row for ``fsdp``, or in groups that each hold a model, for ``hsdp``."""
     if how == "fsdp":
         return init_device_mesh(device.type, (processes.count,), mesh_dim_names=("shard",))
     degree = recipe.train.shard_degree or processes.local
     return init_device_mesh(device.type, (processes.count // degree, degree), mesh_dim_names=("replicate", "shard"))
 
 
-def _shard(model: PreTrainedModel, mesh: DeviceMesh, recipe: Recipe) -> None:
+def shard(model: PreTrainedModel, mesh: DeviceMesh, recipe: Recipe) -> None:
     """Shard each block, and then what is left.
 
     Blocks get their weights in the precision that the branches compute in anyway. What they are given is not cast, so

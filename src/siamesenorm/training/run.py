@@ -128,9 +128,12 @@ class _Session:
             model = parallel.place(recipe, self.device, self.processes)
         total, _ = parameter_counts(model)
         how = parallel.strategy(recipe, self.processes.count)
+        origin = "" if recipe.model.pretrained is None else f" from {recipe.model.pretrained}"
         shared = "" if how == "none" else f" on {self.processes.count} processes ({how})"
         display = self.display
-        display.note(f"{recipe.model.host} with {recipe.model.scheme}, {total:,} parameters{shared}, in {folder.path}")
+        display.note(
+            f"{recipe.model.host} with {recipe.model.scheme}, {total:,} parameters{origin}{shared}, in {folder.path}"
+        )
         trackers = self.processes.first_only(lambda: self.tracking.open(folder.path, recipe, display.warn))
         for place in trackers.places if trackers else ():
             display.note(f"figures also go to {place}")
