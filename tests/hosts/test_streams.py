@@ -15,10 +15,10 @@ from transformers import DynamicCache
 import siamesenorm
 from siamesenorm import hosts
 from siamesenorm.probes import capture_streams
-from siamesenorm.residual import set_step
+from siamesenorm.residual import Norm, set_step
 from tests import oracle
 from tests.hosts.running import by_hand, padded, positions_of, same, step
-from tests.hosts.tiny import FORMS, host, scatter, shape, tokens
+from tests.hosts.tiny import FORMS, host, plain, scatter, shape, tokens
 from tests.oracle_streams import extras
 from tests.parity import relative_error
 from tests.residual.test_streams import without_gradient
@@ -89,6 +89,41 @@ def test_float64_against_the_oracle(family, scheme):
         else:
             assert b.abs().max() > 0, n
             assert relative_error(a, b) < 1e-10, n
+
+
+@pytest.mark.parametrize("scheme", ["hyper", "mhc", "attnres-3", "mgr"])
+@pytest.mark.parametrize("form", ["phi", "gpt2", "gemma"])
+def test_hosts_of_other_kinds_against_the_oracle(form, scheme):
+    """Attention and MLP in parallel; LayerNorm with a bias and fused projections; an offset to the norms' weights."""
+    name, options = STREAMS[scheme]
+    model = scatter(siamesenorm.rewire(copy.deepcopy(plain(form)).double(), name, **options), 1)
+    body = next(module for module in model.modules() if hasattr(module, "layers") or hasattr(module, "h"))
+    mlps = copy.deepcopy([layer.mlp for layer in (body.h if form == "gpt2" else body.layers)])
+    mlps = [lambda own, u, mlp=mlp: functional_call(mlp, dict(own), (u,)) for mlp in mlps]
+    weights, names = dict(model.named_parameters()), oracle.NAMES.get(form, oracle.Names())
+    eps = next(module.eps for module in model.modules() if isinstance(module, Norm))
+    more = extras(name, eps, weights, f"{names.body}{names.final}.readout.")
+    expected, _ = oracle.hf_lm(weights, model.config, name, tokens(), mlps=mlps, **options, **more)
+    assert relative_error(model(input_ids=tokens()).logits, expected) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "scheme", ["attnres-3", *(pytest.param(s, marks=pytest.mark.slow) for s in ("hyper", "mhc", "mgr"))]
+)
+def test_export_with_any_batch_and_length(scheme):
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = of("llama", scheme)
+
+        def forward(self, ids):
+            return self.model(input_ids=ids, use_cache=False).logits
+
+    dims = {"ids": {0: torch.export.Dim("batch", max=16), 1: torch.export.Dim("seq", max=48)}}
+    exported = torch.export.export(Logits(), (tokens(2, 9),), dynamic_shapes=dims)
+    ids = tokens(3, 14)
+    expected = of("llama", scheme)(input_ids=ids).logits
+    torch.testing.assert_close(exported.module()(ids), expected, rtol=1e-5, atol=1e-5)
 
 
 def dead(parameter, scheme):

@@ -95,7 +95,11 @@ class CausalLMModule(TrainModule):
         # The compiled and the replicated form share the parameters; state dictionaries see the plain model.
         self._forward: Any = model
         if compile and isinstance(model, FSDPModule):
-            for block in hosts.blocks(model):
+            blocks = hosts.blocks(model)
+            # Blocks share their graphs, but where a scheme adds streams with depth; training and not are two of them.
+            dynamo = torch._dynamo.config
+            dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * len(blocks) + 2)
+            for block in blocks:
                 block.compile()
         elif compile:
             self._forward = torch.compile(model)
