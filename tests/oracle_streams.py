@@ -16,7 +16,7 @@ from tests.oracle import ORACLES, Result, Stack, rms_norm
 
 
 def hyper(h: Tensor, stack: Stack, n: int = 4, dynamic: bool = True) -> Result:
-    """arXiv 2409.19606: equations 2 to 5, and 10 to 13 for the dynamic form."""
+    """arXiv 2409.19606, static and dynamic."""
     streams, states = [h] * n, []
     for part in stack.parts:
         w = part.weights
@@ -47,7 +47,7 @@ def doubly_stochastic(matrix: Tensor, iterations: int = 20) -> Tensor:
 
 
 def mhc(h: Tensor, stack: Stack, eps: float, n: int = 4) -> Result:
-    """arXiv 2512.24880: equations 7 to 9."""
+    """arXiv 2512.24880."""
     streams, states = [h] * n, []
     for part in stack.parts:
         w = part.weights

@@ -8,11 +8,11 @@
     dynamic    A = A₀ + s_α·tanh(N(H) w_A)  B = B₀ + s_β·tanh(N(H) w_B)  R = R₀ + s_α·tanh(N(H) W_R)
 
 A₀ (n) starts at e_(i mod n) for sublayer i, B₀ (n) at 1, R₀ (n × n) at the identity; w_A, w_B (d) and W_R (d × n)
-start at 0, s_α (one scale for A and R, as in the paper's code) and s_β at 0.01. The branch F and the norm before it are
-the host's. At the start every stream is Pre-Norm's, and after the final norm so is the readout. A₀, B₀ and R₀ get no
-weight decay.
+start at 0, s_α and s_β at 0.01. The branch F and the norm before it are the host's. At the start every stream is
+Pre-Norm's, and after the final norm so is the readout. A₀, B₀ and R₀ get no weight decay.
 
-The paper leaves open which norm N is (its code has LayerNorm): here it is of the host's kind, over d, with a weight.
+Chosen here, where implementations differ: one scale s_α serves A and R, N is of the host's kind, over d and with a
+weight, and the host's own initial weights stay as they are.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class HyperConnections(Scheme):
 
     Attributes:
         n: number of streams, the paper's expansion rate.
-        dynamic: let A, B and R depend on the streams (the paper's DHC, its better form), or keep them static (SHC).
+        dynamic: let A, B and R depend on the streams (the paper's DHC), or keep them static (SHC). The
+            default is the more general form.
     """
 
     name = "hyper"
