@@ -143,7 +143,8 @@ CASES = [
     ("dense", 2, ["train.batch_size=8"]),
     ("dense", 2, ["train.batch_size=8", "train.precision=bfloat16"]),
     ("dense", 2, ["train.batch_size=8", "train.precision=bfloat16", "train.parallel=ddp"]),
-    ("mixture", 2, ["train.batch_size=8", "train.precision=bfloat16"]),
+    # In bfloat16 the processor's library keeps code for every number of tokens that an expert was given.
+    ("mixture", 2, ["train.batch_size=8"]),
 ]
 
 

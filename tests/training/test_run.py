@@ -1,6 +1,7 @@
 """Whole runs of the tiny recipe: what is on disk after one, and that breaking one off changes nothing."""
 
 import json
+import shutil
 import signal
 
 import pytest
@@ -174,6 +175,41 @@ def test_a_damaged_newest_checkpoint_is_stepped_back_from(tiny, tmp_path, damage
     assert_same(tmp_path / "broken", tmp_path / "unbroken")
 
 
+def test_a_checkpoint_of_another_run_is_not_taken(tiny, tmp_path):
+    train(tiny(), tmp_path / "unbroken", Watcher())
+    with pytest.raises(Killed):
+        train(tiny(), tmp_path / "broken", Watcher(3, kill))
+    train(tiny("seed=1"), tmp_path / "other", Watcher())
+    shutil.copytree(tmp_path / "other" / "checkpoints" / "step6", tmp_path / "broken" / "checkpoints" / "step6")
+    watcher = Watcher()
+    train(tiny(), tmp_path / "broken", watcher)
+    assert watcher.begun == [2]
+    assert "step6 is not used: it belongs to another run" in watcher.warnings[0]
+    assert_same(tmp_path / "broken", tmp_path / "unbroken")
+
+
+def test_a_damaged_order_of_the_data_is_made_again(tiny, tmp_path):
+    train(tiny(), tmp_path / "unbroken", Watcher())
+    with pytest.raises(Killed):
+        train(tiny(), tmp_path / "broken", Watcher(3, kill))
+    (order,) = (tmp_path / "broken" / "checkpoints" / "order").glob("*.npy")
+    order.write_bytes(order.read_bytes()[::-1])
+    train(tiny(), tmp_path / "broken", Watcher())
+    assert_same(tmp_path / "broken", tmp_path / "unbroken")
+
+
+def test_a_run_that_cannot_begin_leaves_its_folder_to_the_next(tiny, tmp_path, monkeypatch):
+    def fail(*_):
+        raise ConfigError("no weights")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module.parallel, "place", fail)
+        with pytest.raises(ConfigError, match="no weights"):
+            train(tiny(), tmp_path / "run", Watcher())
+    assert not (tmp_path / "run").exists()
+    assert train(tiny("seed=1"), tmp_path / "run", Watcher()).status == "finished"
+
+
 def test_with_no_checkpoint_left_the_run_starts_over(tiny, tmp_path):
     train(tiny(), tmp_path / "unbroken", Watcher())
     with pytest.raises(Killed):
@@ -241,6 +277,16 @@ def test_the_scheme_does_not_change_the_data_order(tiny, tmp_path, monkeypatch):
         (["data.validation_sequences=1000"], "data.validation_sequences asks for 1000"),
         (["train.batch_size=1000"], "asks for more sequences of 16 tokens than the corpus has"),
         (["train.device=cuda"], "no CUDA device"),
+        (["model.config.num_attention_heads=0"], "no valid Llama config"),
+        (["model.config.hidden_act=foo"], "foo"),
+        (["model.config.attention_dropout=2"], "attention_dropout must be at least 0 and below 1"),
+        (["model.config.rms_norm_eps=.nan"], "rms_norm_eps must be a number"),
+        (["model.config.dtype=bfloat16"], "weights are float32"),
+        (["model.host=olmoe", "model.config.num_experts=4", "model.config.num_experts_per_tok=8"], r"per_tok \(8\)"),
+        (["seed=9999999999999999999999"], "seed must be below"),
+        (["optim.weight_decay=.inf"], "weight_decay must be below"),
+        (["sample.temperature=1e-40"], "temperature must be 0 or at least"),
+        (["name=../../evil"], "becomes part of a folder's name"),
     ],
 )
 def test_a_wrong_request_is_refused_before_anything_is_written(tiny, tmp_path, overrides, message):

@@ -80,18 +80,21 @@ def test_only_sealed_and_unchanged_checkpoints_are_whole(tmp_path):
         (folder / "model").mkdir(parents=True)
         (folder / "model" / "data.bin").write_bytes(b"x" * step)
         (folder / ".meta").write_bytes(b"y")
-        checkpoints.seal(folder)
+        checkpoints.seal(folder, "run")
     (tmp_path / "step7-tmp").mkdir()
     (tmp_path / "order").mkdir()
     assert [step for step, _ in checkpoints.newest_first(tmp_path)] == [100, 40, 5]
     newest = tmp_path / "step100"
-    assert checkpoints.fault(newest) is None
+    assert checkpoints.fault(newest, "run") is None
+    assert checkpoints.fault(newest, "another") == "it belongs to another run"
+    (tmp_path / "step40").rename(tmp_path / "step41")
+    assert checkpoints.fault(tmp_path / "step41", "run") == "it was taken after step 40"
     (newest / "model" / "data.bin").write_bytes(b"x" * 99)
-    assert checkpoints.fault(newest) == "its file model/data.bin has 99 bytes instead of 100"
+    assert checkpoints.fault(newest, "run") == "its file model/data.bin has 99 bytes instead of 100"
     (newest / "model" / "data.bin").unlink()
-    assert "is missing" in (checkpoints.fault(newest) or "")
+    assert "is missing" in (checkpoints.fault(newest, "run") or "")
     (newest / "manifest.json").write_text("{")
-    assert "cannot be read" in (checkpoints.fault(newest) or "")
+    assert "cannot be read" in (checkpoints.fault(newest, "run") or "")
     (newest / "manifest.json").unlink()
-    assert checkpoints.fault(newest) == "it was not finished"
+    assert checkpoints.fault(newest, "run") == "it was not finished"
     assert checkpoints.newest_first(tmp_path / "nowhere") == []

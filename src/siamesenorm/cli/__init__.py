@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
 import typer
+
+_SECONDS_TO_SPEAK = 10
 
 
 def _app() -> typer.Typer:
@@ -60,7 +63,9 @@ def _leave(error: SystemExit) -> NoReturn:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    # Of the processes that torchrun started, each finds the same.
     if os.environ.get("RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr)
+    else:
+        # Each process finds the same. The first one says it, before torchrun sees another end and ends them all.
+        time.sleep(_SECONDS_TO_SPEAK)
     _leave(SystemExit(code))

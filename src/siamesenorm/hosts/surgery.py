@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -89,7 +90,7 @@ def build(
     host_class: Any = get_host(host).causal_lm_class()
     try:
         return residual_class(host_class)(made)
-    except (ValueError, ArithmeticError, RuntimeError) as error:
+    except (ValueError, ArithmeticError, KeyError, RuntimeError) as error:
         raise ConfigError(f"cannot build this {host} model: {' '.join(str(error).split())}") from error
 
 
@@ -107,13 +108,34 @@ def model_config(
     try:
         result = config_class(**{**config, "residual_scheme": scheme_to_dict(made)})
         result.validate()
+        _check_values(result)
         heads = result.num_attention_heads
         if heads % (getattr(result, "num_key_value_heads", None) or heads):
             raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads")
-    except (TypeError, ValueError, StrictDataclassError) as error:
+    except (TypeError, ValueError, ArithmeticError, StrictDataclassError) as error:
         raise ConfigError(f"this is no valid {family.prefix} config: {' '.join(str(error).split())}") from error
     _check_sites(family, made, result)
     return result
+
+
+def _check_values(config: Any) -> None:
+    """Refuse sizes and shares that a host's config takes and its model does not."""
+    for key, value in config.to_dict().items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if (key.endswith(("dropout", "pdrop")) or "dropout_" in key) and not 0 <= value < 1:
+            raise ValueError(f"{key} must be at least 0 and below 1, not {value}")
+        if (key.endswith(("_size", "_heads", "_layers", "_dim")) or key.startswith("n_")) and value < 0:
+            raise ValueError(f"{key} must not be negative, but is {value}")
+        if key.endswith(("_eps", "_epsilon")) and not 0 <= value < math.inf:
+            raise ValueError(f"{key} must be a number of at least 0, not {value}")
+    for key in ("hidden_size", "num_attention_heads", "vocab_size"):
+        if getattr(config, key) < 1:
+            raise ValueError(f"{key} must be at least 1, not {getattr(config, key)}")
+    chosen = getattr(config, "num_experts_per_tok", None)
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if chosen is not None and experts is not None and not 1 <= chosen <= experts:
+        raise ValueError(f"num_experts_per_tok ({chosen}) must be between 1 and the number of experts ({experts})")
 
 
 def install(model: Any, *, init: bool = True) -> list[str]:

@@ -73,6 +73,9 @@ def build_model(recipe: Recipe, *, needs_data: bool = True) -> PreTrainedModel:
 
 
 def _build(recipe: Recipe, config: dict[str, Any]) -> PreTrainedModel:
+    for key in ("dtype", "torch_dtype"):
+        if key in recipe.model.config:
+            raise ConfigError(f"model.config.{key} has no effect: weights are float32; see train.precision")
     torch.manual_seed(recipe.seed)
     return hosts.build(recipe.model.host, config, recipe.model.scheme, dict(recipe.model.options))
 

@@ -1,7 +1,8 @@
 """Which checkpoints are whole.
 
-A checkpoint is a folder ``step<N>`` that the engine writes. When it is complete, a manifest with the size of each file
-is put beside them; a folder without a manifest, or with a file that is missing or of another size, is not resumed from.
+A checkpoint is a folder ``step<N>`` that the engine writes. When it is complete, a manifest is put beside its files,
+with the size of each, the step and the run that it belongs to. A folder without a manifest, of another run or step, or
+with a file that is missing or of another size, is not resumed from.
 """
 
 from __future__ import annotations
@@ -14,28 +15,33 @@ from pathlib import Path
 _MANIFEST = "manifest.json"
 
 
-def seal(checkpoint: Path) -> None:
-    """Mark a checkpoint as complete."""
+def seal(checkpoint: Path, run: str) -> None:
+    """Mark a checkpoint as complete, and as one of ``run``."""
     sizes = {
         path.relative_to(checkpoint).as_posix(): path.stat().st_size
         for path in sorted(checkpoint.rglob("*"))
         if path.is_file() and path.name != _MANIFEST
     }
     unfinished = checkpoint / f".{_MANIFEST}.{os.getpid()}"
-    unfinished.write_text(json.dumps(sizes, indent=1) + "\n")
+    unfinished.write_text(json.dumps({"run": run, "step": _step(checkpoint), "files": sizes}, indent=1) + "\n")
     unfinished.replace(checkpoint / _MANIFEST)
 
 
-def fault(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, in words; None where nothing is."""
+def fault(checkpoint: Path, run: str) -> str | None:
+    """What is wrong with a checkpoint, in words; None where nothing is, and it is one of ``run``."""
     try:
-        sizes = json.loads((checkpoint / _MANIFEST).read_text())
+        manifest = json.loads((checkpoint / _MANIFEST).read_text())
     except FileNotFoundError:
         return "it was not finished"
     except (OSError, ValueError):
         return f"its {_MANIFEST} cannot be read"
+    sizes = manifest.get("files") if isinstance(manifest, dict) else None
     if not isinstance(sizes, dict) or not sizes:
         return f"its {_MANIFEST} lists no files"
+    if manifest.get("run") != run:
+        return "it belongs to another run"
+    if manifest.get("step") != _step(checkpoint):
+        return f"it was taken after step {manifest.get('step')}"
     for name, size in sizes.items():
         path = checkpoint / name
         if not path.is_file():
@@ -49,9 +55,10 @@ def newest_first(folder: Path) -> list[tuple[int, Path]]:
     """All checkpoints in a folder as (step, path), whole or not, the newest first."""
     if not folder.is_dir():
         return []
-    found = []
-    for path in folder.iterdir():
-        match = re.fullmatch(r"step(\d+)", path.name)
-        if match and path.is_dir():
-            found.append((int(match[1]), path))
-    return sorted(found, reverse=True)
+    steps = ((_step(path), path) for path in folder.iterdir() if path.is_dir())
+    return sorted(((step, path) for step, path in steps if step is not None), reverse=True)
+
+
+def _step(checkpoint: Path) -> int | None:
+    match = re.fullmatch(r"step(\d+)", checkpoint.name)
+    return int(match[1]) if match else None

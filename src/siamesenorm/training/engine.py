@@ -44,7 +44,7 @@ from siamesenorm.training.documents import DocumentMask
 from siamesenorm.training.evaluate import IGNORED, Evaluation, summed_loss
 from siamesenorm.training.events import Listener, NonFiniteError, SaveError, Step
 from siamesenorm.training.processes import ALONE, Processes
-from siamesenorm.training.recipe import Recipe
+from siamesenorm.training.recipe import Recipe, digest
 from siamesenorm.training.routers import RouterLoss
 
 
@@ -296,6 +296,7 @@ class Recorder(Callback):
     listener: Listener
     validate: Callable[[], Evaluation]
     validate_every: int
+    run: str
     last_validation: Evaluation | None = None
     seconds: float = 0.0
     _started: float = field(default=0.0, repr=False)
@@ -344,7 +345,7 @@ class Recorder(Callback):
     def post_checkpoint_saved(self, path: Any) -> None:
         """Mark the checkpoint as whole."""
         if get_rank() == 0:
-            checkpoints.seal(Path(path))
+            checkpoints.seal(Path(path), self.run)
 
 
 class Saver(CheckpointerCallback):
@@ -354,8 +355,10 @@ class Saver(CheckpointerCallback):
         try:
             return super()._save_checkpoint(save_async=save_async, ephemeral=ephemeral)
         except (Exception, CheckpointException) as error:
+            if isinstance(_root_cause(error), KeyboardInterrupt):
+                raise KeyboardInterrupt from error
             raise SaveError(
-                f"the checkpoint of step {self.step} cannot be written to {self.save_folder}: {_root_cause(error)}. "
+                f"the checkpoint of step {self.step} cannot be written to {self.save_folder}: {_in_words(error)}. "
                 "The run stopped; its older checkpoints are whole"
             ) from error
 
@@ -392,13 +395,14 @@ def fit(
         SaveError: where a checkpoint cannot be written.
         ConfigError: where no checkpoint of a run that has some can be loaded.
     """
+    run = digest(recipe)
     module = _module(model, scheme, recipe, device, processes)
     dataset = _dataset(recipe, arrays, folder / "order")
     processes.first(lambda: _make_room(dataset))
     loader = _data_loader(recipe, dataset, device)
-    recorder = Recorder(listener=listener, validate=validate, validate_every=recipe.train.validate_every)
+    recorder = Recorder(listener=listener, validate=validate, validate_every=recipe.train.validate_every, run=run)
     trainer = _trainer(module, loader, recipe, recorder, folder, device)
-    listener.resumed(_load_newest(trainer, folder, listener, processes))
+    listener.resumed(_load_newest(trainer, folder, run, listener, processes))
     # Where no step is left to do, no batch sets the gates of a residual warm-up.
     set_step(model, scheme, max(trainer.global_step, 1))
     _warn_of_gates(model, scheme, recipe.train.steps, listener)
@@ -518,13 +522,15 @@ def _dataset(recipe: Recipe, arrays: TokenArrays, work_dir: Path) -> NumpyFSLDat
 def _make_room(dataset: NumpyFSLDataset) -> None:
     """See that the order of an epoch can be written; the engine maps that file, and a full disk kills who writes there.
 
+    Orders of earlier sessions go, whole or not: the engine would take them unseen, and they are soon made again.
+
     Raises:
         ConfigError: with the size that is needed.
     """
     folder = Path(dataset.work_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    for left_over in folder.glob("*.tmp"):
-        left_over.unlink()
+    for earlier in folder.glob("global_indices*"):
+        earlier.unlink()
     needed = len(dataset) * np.dtype(np.uint32).itemsize
     if shutil.disk_usage(folder).free < needed:
         raise ConfigError(f"no space left on device: the order of the data needs {needed:,} bytes in {folder}")
@@ -545,20 +551,20 @@ def _data_loader(recipe: Recipe, dataset: NumpyFSLDataset, device: torch.device)
     )
 
 
-def _load_newest(trainer: Trainer, folder: Path, listener: Listener, processes: Processes) -> int:
+def _load_newest(trainer: Trainer, folder: Path, run: str, listener: Listener, processes: Processes) -> int:
     """Load the newest checkpoint that can be loaded, warning of each that cannot; the step to go on after."""
     found = processes.first(lambda: checkpoints.newest_first(folder))
     failed_to_load = False
     for index, (step, path) in enumerate(found):
-        fault = processes.first(functools.partial(checkpoints.fault, path))
+        fault = processes.first(functools.partial(checkpoints.fault, path, run))
         if fault is None:
             try:
                 trainer.load_checkpoint(str(path), load_trainer_state=True, load_optim_state=True)
             except (Exception, CheckpointException) as error:  # whatever a damaged file makes the readers raise
-                fault = f"loading it fails ({type(error).__name__}: {_root_cause(error)})"
+                fault = f"loading it fails ({type(error).__name__}: {_in_words(error)})"
                 failed_to_load = True
             else:
-                _adopt(trainer, found[index:])
+                _adopt(trainer, found[index:], run)
                 return step
         listener.warn(f"checkpoint {path} is not used: {fault}")
     if failed_to_load:
@@ -568,11 +574,11 @@ def _load_newest(trainer: Trainer, folder: Path, listener: Listener, processes: 
     return 0
 
 
-def _adopt(trainer: Trainer, found: list[tuple[int, Path]]) -> None:
+def _adopt(trainer: Trainer, found: list[tuple[int, Path]], run: str) -> None:
     """Count the whole ones among checkpoints of earlier sessions, newest first, towards the number that is kept."""
     checkpointer = _checkpointer(trainer)
     checkpointer._latest_checkpoint_step = found[0][0]
-    checkpointer._checkpoints = [str(path) for _, path in reversed(found) if checkpoints.fault(path) is None]
+    checkpointer._checkpoints = [str(path) for _, path in reversed(found) if checkpoints.fault(path, run) is None]
 
 
 def _checkpointer(trainer: Trainer) -> CheckpointerCallback:
@@ -581,13 +587,17 @@ def _checkpointer(trainer: Trainer) -> CheckpointerCallback:
     return callback
 
 
-def _root_cause(error: BaseException) -> str:
-    """What went wrong at the bottom of errors that wrap each other, on one line."""
+def _root_cause(error: BaseException) -> BaseException:
+    """The error at the bottom of those that wrap each other."""
     # Distributed checkpoints collect the errors of all processes, each with its trace.
     inner = next((each for each, _ in getattr(error, "failures", {}).values()), None)
     cause = inner or error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    if cause is not None:
-        return _root_cause(cause)
+    return error if cause is None else _root_cause(cause)
+
+
+def _in_words(error: BaseException) -> str:
+    """What went wrong, on one line."""
+    error = _root_cause(error)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return " ".join(str(error).split()) or type(error).__name__

@@ -6,6 +6,9 @@ type. Recipes are compared field by field when a run is resumed.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -14,6 +17,10 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from siamesenorm.residual import ConfigError, nearest
 
 CAUSAL_LM = "causal-lm"
+
+# What the libraries take for a seed or a count, and the lowest temperature at which float32 logits can be divided.
+_MOST = 2**63
+_COLDEST = 1e-3
 
 
 @dataclass(frozen=True)
@@ -171,6 +178,11 @@ def flatten(recipe: Recipe) -> dict[str, Any]:
     return out
 
 
+def digest(recipe: Recipe) -> str:
+    """SHA-256 (hexadecimal) over every value of a recipe."""
+    return hashlib.sha256(json.dumps(flatten(recipe), sort_keys=True).encode()).hexdigest()
+
+
 def valid_keys() -> list[str]:
     """All dotted keys that a recipe has; ``model.options`` and ``model.config`` take further keys of their own."""
 
@@ -275,9 +287,15 @@ def _check_ranges(recipe: Recipe) -> None:
     for key, value, least in at_least:
         if value is not None and not value >= least:
             raise ConfigError(f"{key} must be at least {least}, not {value}")
+        if value is not None and not value < _MOST:
+            raise ConfigError(f"{key} must be below {_MOST}, not {value}")
+    if 0 < recipe.sample.temperature < _COLDEST:
+        raise ConfigError(f"sample.temperature must be 0 or at least {_COLDEST}, not {recipe.sample.temperature}")
+    if not recipe.name or set(recipe.name) & set("/\\") or recipe.name.startswith("."):
+        raise ConfigError(f"name becomes part of a folder's name, which {recipe.name!r} cannot be")
     above_zero = [("optim.lr", optim.lr), ("optim.eps", optim.eps), ("train.max_grad_norm", train.max_grad_norm)]
     for key, value in above_zero:
-        if value is not None and not 0 < value < float("inf"):
+        if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{key} must be above 0, not {value}")
     below_one = [("optim.beta1", optim.beta1), ("optim.beta2", optim.beta2)]
     for key, value in below_one:

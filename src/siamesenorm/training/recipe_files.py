@@ -104,7 +104,10 @@ def read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid YAML: {_one_line(error)}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no recipe: a mapping of keys to values is expected")
-    return tree
+    try:
+        return _copy(tree)
+    except RecursionError:
+        raise ConfigError(f"{path} holds a mapping that contains itself") from None
 
 
 def dump(recipe: Recipe) -> str:
@@ -172,7 +175,7 @@ def _apply(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
 def _scalar(key: str, text: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"the value of {key} cannot be read as YAML: {_one_line(error)}") from error
 
 

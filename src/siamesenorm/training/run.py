@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import platform
@@ -22,6 +21,7 @@ from transformers.utils import logging as hf_logging
 
 from siamesenorm.data import arrays as token_arrays
 from siamesenorm.data.shards import TokenArrays
+from siamesenorm.residual import ConfigError
 from siamesenorm.training import parallel, text
 from siamesenorm.training.build import (
     check,
@@ -37,7 +37,7 @@ from siamesenorm.training.evaluate import Evaluation, evaluate, held_out_sequenc
 from siamesenorm.training.events import Listener, NonFiniteError, Step
 from siamesenorm.training.plot import loss_curve
 from siamesenorm.training.processes import Processes, together
-from siamesenorm.training.recipe import Recipe, flatten
+from siamesenorm.training.recipe import Recipe, digest
 from siamesenorm.training.run_folder import MetricsFile, RunFolder, read_metrics
 from siamesenorm.training.trackers import Trackers, Tracking
 
@@ -63,8 +63,7 @@ class Result:
 
 def default_folder(recipe: Recipe) -> Path:
     """``runs/<recipe>-<scheme>-<digest of every value>``: the same recipe finds its run, another one never meets it."""
-    digest = hashlib.sha256(json.dumps(flatten(recipe), sort_keys=True).encode()).hexdigest()
-    return Path("runs") / f"{recipe.name}-{recipe.model.scheme}-{digest[:8]}"
+    return Path("runs") / f"{recipe.name}-{recipe.model.scheme}-{digest(recipe)[:8]}"
 
 
 def train(
@@ -96,7 +95,7 @@ def train(
         recipe = with_corpus(recipe, arrays)
         sequences = held_out_sequences(arrays.held_out(), recipe.data.sequence_length, recipe.data.validation_sequences)
         folder = RunFolder(out or default_folder(recipe))
-        processes.first(lambda: folder.claim(recipe))
+        is_new = processes.first(lambda: folder.claim(recipe))
         processes.first(lambda: stack.enter_context(folder.locked()))
         finished = processes.first(folder.finished_summary)
         if finished is not None:
@@ -105,7 +104,13 @@ def train(
             f"corpus {arrays.source}, sha256 {arrays.sha256}: {arrays.train.documents:,} documents "
             f"({arrays.train.tokens:,} tokens) to train on, {arrays.validation.documents:,} held out"
         )
-        return _Session(recipe, arrays, sequences, folder, device, display, tracking, processes).run()
+        try:
+            return _Session(recipe, arrays, sequences, folder, device, display, tracking, processes).run()
+        except ConfigError:
+            # Found late, such as weights that cannot be loaded; the corrected command may want this folder.
+            if is_new:
+                processes.first_only(folder.release)
+            raise
 
 
 @dataclass(frozen=True)

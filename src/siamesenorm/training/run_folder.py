@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -40,8 +40,8 @@ class RunFolder:
             raise ConfigError(f"{self.path} holds no run: there is no {self.config.name} in it")
         return from_mapping(read(self.config))
 
-    def claim(self, recipe: Recipe) -> None:
-        """Make the folder a run of `recipe`, or make sure that it is one.
+    def claim(self, recipe: Recipe) -> bool:
+        """Make the folder a run of `recipe`, or make sure that it is one; whether it was made one now.
 
         Nothing on disk changes unless the folder is new or empty.
 
@@ -52,7 +52,7 @@ class RunFolder:
             raise ConfigError(f"{self.path} is a file; --out needs a folder")
         if self.config.exists():
             self._require_equal(recipe)
-            return
+            return False
         if self.path.is_dir() and any(entry.name != _LOCK for entry in self.path.iterdir()):
             raise ConfigError(f"{self.path} is not empty and holds no run; choose another --out")
         try:
@@ -60,6 +60,14 @@ class RunFolder:
             write_whole(self.config, dump(recipe))
         except OSError as error:
             raise ConfigError(f"cannot make the run folder {self.path}: {error.strerror or error}") from error
+        return True
+
+    def release(self) -> None:
+        """Take back a claim; a folder with anything else in it is left as it is."""
+        for name in (self.config, self.path / _LOCK):
+            name.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.path.rmdir()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
