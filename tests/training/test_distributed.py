@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import siamesenorm
 from siamesenorm.data import arrays
 from siamesenorm.training.recipe_files import load
 from siamesenorm.training.run import train
@@ -37,6 +38,9 @@ MORE_EQUAL = {
     "hsdp-of-one-machine": ["train.parallel=hsdp"],
     "moe-fsdp": MOE,
 }
+# Every scheme with its defaults, a residual warm-up among them, for two steps.
+SHORT = [*PLAIN, "train.steps=2", "train.checkpoint_every=2", "train.validate_every=2", "sample.tokens=0"]
+SCHEMES = {name: [*SHORT, f"model.scheme={name}", "model.options.warmup_steps=3"] for name in siamesenorm.schemes()}
 BROKEN = {"dense": [], "moe-tied": [*MOE, *TIED]}
 MORE_BROKEN = {"dense-tied-ddp": [*TIED, "train.parallel=ddp"], "moe": MOE}
 OTHERS = [
@@ -117,6 +121,13 @@ def more_results(folder, alone):
     return run_all(folder, jobs(MORE_EQUAL, MORE_BROKEN))
 
 
+@pytest.fixture(scope="module")
+def scheme_results(folder, alone):
+    """Two steps of every scheme."""
+    todo = [{"overrides": overrides, "out": f"schemes/{name}"} for name, overrides in SCHEMES.items()]
+    return run_all(folder, todo)
+
+
 @pytest.fixture
 def result_of(request):
     """The result of a run by its folder; starts the runs that it is among."""
@@ -161,6 +172,15 @@ def test_two_processes_compute_what_one_does(name, folder, result_of, alone):
         assert ours == pytest.approx(theirs, abs=1e-5)
     model = AutoModelForCausalLM.from_pretrained(run / "model")
     assert sum(p.numel() for p in model.parameters()) == summary["params"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_scheme_takes_two_steps_on_two_processes_as_on_one(name, folder, scheme_results, alone):
+    assert scheme_results[f"schemes/{name}"]["statuses"] == ["finished", "finished"]
+    expected = alone(f"schemes-alone/{name}", *SCHEMES[name]).summary
+    assert losses(folder / "schemes" / name) == pytest.approx(losses(folder / "schemes-alone" / name), abs=1e-5)
+    assert scheme_results[f"schemes/{name}"]["summary"]["val_loss"] == pytest.approx(expected["val_loss"], abs=1e-5)
 
 
 @pytest.mark.parametrize("name", [*BROKEN, *slow(MORE_BROKEN)])
