@@ -622,3 +622,9 @@ def test_gpt2s_own_ways_to_compute_its_scores(monkeypatch):
 def test_a_gpt2_without_cross_attention_does_not_swallow_an_encoders_states():
     with pytest.raises(ConfigError, match="no cross-attention"):
         formed("gpt2", "hybrid-pre")(input_ids=tokens(), encoder_hidden_states=torch.zeros(2, 3, 32))
+
+
+@pytest.mark.parametrize("form", ["mixtral", "olmoe", "qwen3_moe"])
+def test_experts_run_as_they_do_in_the_host(form):
+    """transformers chooses by the source of the class's module, where a rewired class is not."""
+    assert fresh(form).config._experts_implementation == plain(form).config._experts_implementation == "grouped_mm"

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
 
 from siamesenorm.training.build import build_model
 from siamesenorm.training.processes import speaks
@@ -47,8 +46,6 @@ def warm_up(recipe: Recipe) -> None:
 
 def main(folder: str, recipe: str, *overrides: str) -> None:
     torch.set_num_threads(1)
-    # A mixture trains with the grouped product of its experts wherever transformers sees that its class has one.
-    PreTrainedModel._can_set_experts_implementation = classmethod(lambda cls: True)
     warm_up(load(recipe, [*overrides, *WARM]))
     forget()
     before = resident("VmRSS")

@@ -73,6 +73,10 @@ def residual_class(host_class: Any) -> type[Any]:
     bases: tuple[type, ...]
     if issubclass(host_class, PreTrainedModel):
         bases = (ResidualModel, host_class)
+        # transformers finds these out in the source of a class's module, which is not the host's here, and keeps them
+        # in the class, from which the one below inherits them.
+        host_class._can_set_experts_implementation()
+        host_class._can_set_attn_implementation()
         attributes |= {
             "config_class": residual_config(host_class.config_class.model_type),
             "_no_split_modules": _with_ours(host_class._no_split_modules),
