@@ -2,8 +2,8 @@
 
     mixln      X = N(X + F(X)) in blocks l < share·L,  Y = Y + F(N(Y)) in the rest      Mix-LN (arXiv 2412.13795)
     deepnorm   X = N(a·X + F(X)),  a = (2L)^(1/4)                                       DeepNet (arXiv 2203.00555)
-    keel       X = N1(a·X + F(N2(X))),  a = S = 2L                                      Keel (arXiv 2601.19895)
-    spannorm   u = N1(h0 + Attn(h0)),  X = N2(h0 + F(u)),  h0 the block's input         SpanNorm (arXiv 2601.22580)
+    keel       X = N1(a·X + F(N2(X))),  a = S = 2L                                      Keel
+    spannorm   u = N1(h0 + Attn(h0)),  X = N2(h0 + F(u)),  h0 the block's input         SpanNorm
 
 L is the depth in blocks, S in sublayers. The readout is X, and the host's final norm follows it; the papers of
 deepnorm, keel and spannorm have none after the last norm, but with it every scheme keeps the host's names, and mixln at
