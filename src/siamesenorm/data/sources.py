@@ -21,7 +21,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
-from siamesenorm.residual import ConfigError, nearest
+from siamesenorm.residual import ConfigError, nearest, one_line
 
 # One document is held in memory as a whole, several times over while it is cut into tokens.
 LARGEST_DOCUMENT = 64 << 20
@@ -450,7 +450,7 @@ class ParquetFile:
                     yield from ((found, row, row) for found, row in rows if row > offset)
                     first += len(batch)
         except ValueError as error:
-            raise OSError(" ".join(str(error).split())) from error
+            raise OSError(one_line(error)) from error
 
 
 def _column(column: Any, name: str, where: str, first: int) -> Iterator[tuple[_Found, int]]:
@@ -508,7 +508,7 @@ class TableSource:
         except _GivenUpError as error:
             raise ConfigError(str(error)) from None
         except Exception as error:  # networks and whatever reads the rows have errors of many kinds
-            raise ConfigError(f"reading {self.name} stopped after row {row}: {_one_line(error)}") from error
+            raise ConfigError(f"reading {self.name} stopped after row {row}: {one_line(error)}") from error
 
     def _item(self, found: _Found, row: int) -> Document | Bad:
         after = Position(0, row, row)
@@ -527,7 +527,7 @@ def _saved_dataset(path: Path, reading: Reading) -> TableSource:
     try:
         dataset = datasets.load_from_disk(str(path))
     except Exception as error:
-        raise ConfigError(f"cannot load the dataset saved in {path}: {_one_line(error)}") from error
+        raise ConfigError(f"cannot load the dataset saved in {path}: {one_line(error)}") from error
     if isinstance(dataset, Mapping):
         if reading.split not in dataset:
             raise ConfigError(
@@ -577,7 +577,7 @@ def _hub(name: str, reading: Reading) -> TableSource:
         revision = hub.HfApi().dataset_info(name, revision=reading.revision).sha
     except Exception as error:
         raise ConfigError(
-            f"{name} is no file or folder here and cannot be found as a Hugging Face dataset: {_one_line(error)}"
+            f"{name} is no file or folder here and cannot be found as a Hugging Face dataset: {one_line(error)}"
         ) from error
 
     def load() -> Any:
@@ -595,7 +595,7 @@ def _streamed(name: str, load: Callable[[], Any], text_field: str) -> Callable[[
             dataset = load()
             columns = dataset.column_names
         except Exception as error:
-            raise ConfigError(f"cannot load the dataset {name}: {_one_line(error)}") from error
+            raise ConfigError(f"cannot load the dataset {name}: {one_line(error)}") from error
         if columns is not None:
             _require_column(text_field, columns, name)
             dataset = dataset.select_columns([text_field])
@@ -637,7 +637,3 @@ def _needed(module: str) -> Any:
         raise ConfigError(
             f"this source needs the package {module.partition('.')[0]}: pip install 'siamesenorm[train]'"
         ) from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from siamesenorm.data import byte_tokenizer
-from siamesenorm.residual import ConfigError
+from siamesenorm.residual import ConfigError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,7 +53,7 @@ def load(name_or_path: str) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, local_files_only=local)
     except Exception as error:  # each kind of tokeniser has errors of its own for files that are not right
         where = "" if local else ", which is no folder here and cannot be had from the hub"
-        raise ConfigError(f"cannot load the tokeniser {name_or_path}{where}: {_one_line(error)}") from error
+        raise ConfigError(f"cannot load the tokeniser {name_or_path}{where}: {one_line(error)}") from error
     if tokenizer.eos_token_id is None:
         if tokenizer.sep_token is None:
             raise ConfigError(
@@ -147,7 +147,3 @@ class Encoder:
             np.array(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True), dtype)
             for text in texts
         ]
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

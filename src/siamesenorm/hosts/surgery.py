@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.pytorch_utils import Conv1D
 
 from ..hub.autoload import register_models
-from ..residual import ConfigError, NormSpec, RMSNorm, Scheme, Site, make_scheme, nearest, stack_sites
+from ..residual import ConfigError, NormSpec, RMSNorm, Scheme, Site, make_scheme, nearest, one_line, stack_sites
 from .block import FinalLayerNorm, FinalRMSNorm, Placed, ResidualBlock, Tap
 from .classes import ResidualModel, residual_class, swap_class
 from .configs import scheme_of, scheme_to_dict
@@ -91,7 +91,7 @@ def build(
     try:
         return residual_class(host_class)(made)
     except (ValueError, ArithmeticError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"cannot build this {host} model: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"cannot build this {host} model: {one_line(error)}") from error
 
 
 def model_config(
@@ -113,7 +113,7 @@ def model_config(
         if heads % (getattr(result, "num_key_value_heads", None) or heads):
             raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads")
     except (TypeError, ValueError, ArithmeticError, StrictDataclassError) as error:
-        raise ConfigError(f"this is no valid {family.prefix} config: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"this is no valid {family.prefix} config: {one_line(error)}") from error
     _check_sites(family, made, result)
     return result
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..residual import ConfigError
+from ..residual import ConfigError, one_line
 
 __all__ = ["key_names", "load"]
 
@@ -52,7 +52,7 @@ def load(path: str | Path, **kwargs: Any) -> Any:
     except ConfigError:
         raise
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
-        raise ConfigError(f"cannot load the model in '{path}': {' '.join(str(error).split())}") from error
+        raise ConfigError(f"cannot load the model in '{path}': {one_line(error)}") from error
     for kind in ("missing_keys", "mismatched_keys"):
         if names := key_names(info, kind):
             raise ConfigError(f"{kind.replace('_', ' ')} in the checkpoint '{path}': {', '.join(names)}")

@@ -4,7 +4,7 @@ Start with ``scheme.py`` (what a scheme is), then ``siamese.py`` (SiameseNorm as
 """
 
 from . import attnres, hybridnorm, hyper, mgr, mhc, post_variants, pre_variants, resi_dual, siamese, single
-from .errors import ConfigError, nearest
+from .errors import ConfigError, nearest, one_line
 from .norms import LayerNorm, Norm, NormSpec, RMSNorm
 from .run import close_streams, finished, open_streams, set_step, through
 from .scheme import (
@@ -48,6 +48,7 @@ __all__ = [
     "mgr",
     "mhc",
     "nearest",
+    "one_line",
     "open_streams",
     "post_variants",
     "pre_variants",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["ConfigError", "nearest"]
+__all__ = ["ConfigError", "nearest", "one_line"]
 
 
 class ConfigError(ValueError):
@@ -19,3 +19,8 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     if close:
         return f"did you mean '{choices[close[0]]}'?"
     return f"valid: {', '.join(sorted(choices.values())) or 'none'}"
+
+
+def one_line(error: BaseException) -> str:
+    """What an error of another library says, on one line, for a message of our own; its kind where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__

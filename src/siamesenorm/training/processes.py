@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from siamesenorm.residual import ConfigError
+from siamesenorm.residual import ConfigError, one_line
 
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ def together(device: torch.device) -> Iterator[Processes]:
     try:
         dist.init_process_group(backend, timeout=_TIMEOUT)
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"the processes cannot reach each other: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"the processes cannot reach each other: {one_line(error)}") from error
     try:
         yield _met()
     finally:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from siamesenorm.residual import ConfigError, nearest
+from siamesenorm.residual import ConfigError, nearest, one_line
 from siamesenorm.training.recipe import Recipe, from_mapping, nearest_key, open_mappings, to_mapping, valid_keys
 
 _EXTENDS = "extends"
@@ -101,7 +101,7 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the recipe {path}: {error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {_one_line(error)}") from error
+        raise ConfigError(f"{path} is not valid YAML: {one_line(error)}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no recipe: a mapping of keys to values is expected")
     try:
@@ -150,10 +150,6 @@ def _merged(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
 def _apply(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """`tree` with overrides put in."""
     changes: dict[str, Any] = {}
@@ -176,7 +172,7 @@ def _scalar(key: str, text: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"the value of {key} cannot be read as YAML: {_one_line(error)}") from error
+        raise ConfigError(f"the value of {key} cannot be read as YAML: {one_line(error)}") from error
 
 
 def _copy(value: Any) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from siamesenorm.data.files import write_whole
-from siamesenorm.residual import ConfigError
+from siamesenorm.residual import ConfigError, one_line
 from siamesenorm.training.events import Step
 from siamesenorm.training.recipe import Recipe, flatten
 
@@ -97,7 +97,7 @@ class WeightsAndBiases:
             )
         except Exception as error:  # the package has many kinds of its own, and lets those of others through
             raise ConfigError(
-                f"cannot start Weights & Biases: {_one_line(error)}; 'wandb login' logs in, and WANDB_MODE=offline "
+                f"cannot start Weights & Biases: {one_line(error)}; 'wandb login' logs in, and WANDB_MODE=offline "
                 "keeps the figures in the run's folder"
             ) from error
         if self._run.disabled:
@@ -163,7 +163,7 @@ class Trackers:
                 act(tracker)
             except Exception as error:  # a full disk or a lost connection must not cost the run
                 del self._trackers[name]
-                self._warn(f"{name} failed and gets no more figures of this session: {_one_line(error)}")
+                self._warn(f"{name} failed and gets no more figures of this session: {one_line(error)}")
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def _summary_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ConfigError(f"--tensorboard needs a package: pip install tensorboard ({_one_line(error)})") from error
+        raise ConfigError(f"--tensorboard needs a package: pip install tensorboard ({one_line(error)})") from error
     return SummaryWriter
 
 
@@ -236,7 +236,7 @@ def _wandb() -> Any:
     try:
         import wandb
     except ImportError as error:
-        raise ConfigError(f"--wandb needs a package: pip install wandb ({_one_line(error)})") from error
+        raise ConfigError(f"--wandb needs a package: pip install wandb ({one_line(error)})") from error
     # Without the package, a folder wandb/ that an earlier run left in the working directory passes for it.
     if not hasattr(wandb, "init"):
         raise ConfigError("--wandb needs a package: pip install wandb")
@@ -252,7 +252,3 @@ def _run_id(path: Path) -> str:
         path.parent.mkdir(exist_ok=True)
         write_whole(path, made + "\n")
         return made
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
