@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from siamesenorm.cli.options import Json, ModelOrRun, load, model_folder, print_json
+from siamesenorm.cli.options import Json, ModelOrRun, load, model_and_recipe, print_json
 
 
 def evaluate(
@@ -28,12 +28,12 @@ def evaluate(
     from siamesenorm.data import corpus
     from siamesenorm.data.tokenizer import fingerprint
     from siamesenorm.residual import ConfigError
-    from siamesenorm.training.build import check_length, check_vocabulary, positions_of
+    from siamesenorm.training.build import autocast_of, check_length, check_vocabulary, positions_of
     from siamesenorm.training.documents import DocumentMask
     from siamesenorm.training.evaluate import evaluate as measure
     from siamesenorm.training.evaluate import held_out_sequences
 
-    path, recipe = model_folder(model_or_run)
+    path, recipe = model_and_recipe(model_or_run)
     model, tokenizer = load(path)
     source = source or (recipe.data.source if recipe else corpus.NAME)
     check_vocabulary(model.config.vocab_size, token_arrays.vocabulary(source))
@@ -53,7 +53,7 @@ def evaluate(
         held_out_sequences(arrays.held_out(), length, sequences),
         batch_size=batch_size,
         device=device,
-        autocast=torch.bfloat16 if recipe and recipe.train.precision == "bfloat16" else None,
+        autocast=autocast_of(recipe) if recipe else None,
         mask=mask,
     )
     bits_per_byte = found.bits_per_byte(arrays.held_out_bytes_per_token)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from siamesenorm.cli.options import Json, ModelOrRun, load, model_folder, print_json
+from siamesenorm.cli.options import Json, ModelOrRun, load, model_and_recipe, print_json
 
 _DEFAULT_TOKENS = 200
 
@@ -36,7 +36,7 @@ def generate(
 
     if not prompt:
         raise ConfigError("the prompt is empty; give at least one character")
-    path, _ = model_folder(model_or_run)
+    path, _ = model_and_recipe(model_or_run)
     model, tokenizer = load(path)
     model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if tokens is None:

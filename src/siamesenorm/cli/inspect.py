@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from siamesenorm.cli.options import Json, model_folder, print_json, split_arguments
+from siamesenorm.cli.options import Json, model_and_recipe, print_json, split_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -107,17 +107,16 @@ def _facts(subject: _Subject, ranks: int) -> dict[str, Any]:
 def _memory(model: PreTrainedModel, recipe: Recipe, ranks: int) -> dict[str, Any]:
     """Bytes on one process, and what they depend on."""
     from siamesenorm.training.memory import training_memory
-    from siamesenorm.training.parallel import strategy
+    from siamesenorm.training.parallel import micro_batch_size, strategy
 
     found = training_memory(model, recipe, ranks)
     train = recipe.train
-    share = train.batch_size // ranks
     return {
         "total": found.total,
         **asdict(found),
         "parallel": strategy(recipe, ranks),
         "precision": train.precision,
-        "micro_batch_size": min(train.micro_batch_size or share, share),
+        "micro_batch_size": micro_batch_size(recipe, ranks),
         "activation_checkpointing": train.activation_checkpointing,
     }
 
@@ -167,18 +166,18 @@ def _from_folder(path: Path, overrides: list[str]) -> _Subject:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from siamesenorm.hosts import rewire, scheme_of
-    from siamesenorm.residual import ConfigError
+    from siamesenorm.residual import ConfigError, one_line
     from siamesenorm.training.build import positions_of
 
     if overrides:
         raise ConfigError(f"'{overrides[0]}' changes a recipe's values; the model in {path} is as it is")
-    folder, recipe = model_folder(path)
+    folder, recipe = model_and_recipe(path)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} holds no saved model: it has no config.json")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"cannot read the model in {folder}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"cannot read the model in {folder}: {one_line(error)}") from error
     plain = getattr(config, "residual_scheme", None) is None
     changed = copy.deepcopy(config)
     if not plain:

@@ -33,21 +33,16 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str]]:
     return names[0] if names else DEFAULT_RECIPE, [text for text in arguments if "=" in text]
 
 
-def model_folder(path: Path) -> tuple[Path, Recipe | None]:
+def model_and_recipe(path: Path) -> tuple[Path, Recipe | None]:
     """The saved model in a folder, and the recipe where the folder is a run's.
 
     Raises:
-        ConfigError: where there is neither, or the run has not finished.
+        ConfigError: for a run that has not finished.
     """
-    from siamesenorm.residual import ConfigError
-    from siamesenorm.training.run_folder import RunFolder
+    from siamesenorm.training.run_folder import RunFolder, model_folder
 
     run = RunFolder(path)
-    if not run.config.is_file():
-        return path, None
-    if not run.model.is_dir():
-        raise ConfigError(f"the run in {path} has not finished: it has no {run.model.name}/ yet")
-    return run.model, run.recipe()
+    return model_folder(path), run.recipe() if run.config.is_file() else None
 
 
 def load(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -60,14 +55,14 @@ def load(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers.utils import logging
 
     from siamesenorm import hub
-    from siamesenorm.residual import ConfigError
+    from siamesenorm.residual import ConfigError, one_line
 
     logging.disable_progress_bar()
     model = hub.load(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # the readers raise whatever a broken file leads them to
-        raise ConfigError(f"no tokeniser can be loaded from {path}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"no tokeniser can be loaded from {path}: {one_line(error)}") from error
     return model, tokenizer
 
 

@@ -191,6 +191,11 @@ def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:
     return total, total - sum(tables.values())
 
 
+def autocast_of(recipe: Recipe) -> torch.dtype | None:
+    """What branches compute in where it is not float32."""
+    return torch.bfloat16 if recipe.train.precision == "bfloat16" else None
+
+
 def device_of(recipe: Recipe) -> torch.device:
     """Where the recipe trains.
 

@@ -8,9 +8,10 @@ with a file that is missing or of another size, is not resumed from.
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
+
+from siamesenorm.data.files import write_whole
 
 _MANIFEST = "manifest.json"
 
@@ -22,9 +23,8 @@ def seal(checkpoint: Path, run: str) -> None:
         for path in sorted(checkpoint.rglob("*"))
         if path.is_file() and path.name != _MANIFEST
     }
-    unfinished = checkpoint / f".{_MANIFEST}.{os.getpid()}"
-    unfinished.write_text(json.dumps({"run": run, "step": _step(checkpoint), "files": sizes}, indent=1) + "\n")
-    unfinished.replace(checkpoint / _MANIFEST)
+    manifest = {"run": run, "step": _step(checkpoint), "files": sizes}
+    write_whole(checkpoint / _MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
 def fault(checkpoint: Path, run: str) -> str | None:

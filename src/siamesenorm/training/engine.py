@@ -21,7 +21,6 @@ import torch
 import torch.distributed.checkpoint.state_dict as dcp
 from olmo_core.data import DataCollator, NumpyFSLDataLoader, NumpyFSLDataset
 from olmo_core.data.utils import get_labels, split_batch
-from olmo_core.distributed.utils import all_reduce_value, get_rank, get_world_size
 from olmo_core.optim import AdamWConfig, CosWithWarmup, OptimGroupOverride
 from olmo_core.train import Duration, LoadStrategy, Trainer, TrainerConfig
 from olmo_core.train.callbacks import Callback, CheckpointerCallback
@@ -36,9 +35,9 @@ from transformers import PreTrainedModel
 
 from siamesenorm import hosts
 from siamesenorm.data.shards import TokenArrays
-from siamesenorm.residual import ConfigError, Scheme, Sublayer, set_step
-from siamesenorm.training import checkpoints, overflow
-from siamesenorm.training.build import document_mask
+from siamesenorm.residual import ConfigError, Scheme, Sublayer, one_line, set_step
+from siamesenorm.training import checkpoints, overflow, parallel
+from siamesenorm.training.build import autocast_of, document_mask
 from siamesenorm.training.decay import undecayed
 from siamesenorm.training.documents import DocumentMask
 from siamesenorm.training.evaluate import IGNORED, Evaluation, summed_loss
@@ -158,7 +157,7 @@ class CausalLMModule(TrainModule):
         set_step(self.model, self.scheme, max(self.trainer.global_step, 1))
         # The engine restores the generators before it draws its trial batch and opens the data, so after a resume they
         # would have moved on. A seed that only the step decides makes dropout the same in a broken and unbroken run.
-        torch.manual_seed(_step_seed(self.seed, 0 if dry_run else self.trainer.global_step, get_rank()))
+        torch.manual_seed(_step_seed(self.seed, 0 if dry_run else self.trainer.global_step, self.processes.rank))
         batch = move_to_device(batch, self.device)
         if "labels" not in batch:
             batch["labels"] = get_labels(batch, label_ignore_index=IGNORED)
@@ -167,7 +166,7 @@ class CausalLMModule(TrainModule):
         labels = batch["labels"]
         totals = torch.stack([(labels != IGNORED).sum(), torch.tensor(len(labels), device=self.device)])
         # Where nothing counts anywhere, the summed loss is zero and so must be the mean.
-        counted, sequences = all_reduce_value(totals, self.device).clamp(min=1)
+        counted, sequences = self.processes.sum(totals).clamp(min=1)
         losses = torch.zeros(2, device=self.device)
         micro_batches = split_batch(batch, self.micro_batch_size)
         for index, micro_batch in enumerate(micro_batches):
@@ -183,7 +182,7 @@ class CausalLMModule(TrainModule):
             losses += torch.stack([part.detach() for part in parts])
         if not dry_run:
             self._batch = batch
-            self._batch_losses = all_reduce_value(losses, self.device)
+            self._batch_losses = self.processes.sum(losses)
 
     def _run(self, forward: Callable[..., Any], micro_batch: dict[str, Any]) -> tuple[Tensor, Any]:
         """Logits (batch, seq, vocab) and what the routers say, ``None`` without routers."""
@@ -200,9 +199,7 @@ class CausalLMModule(TrainModule):
     @contextlib.contextmanager
     def _gradients_in_step(self, *, last: bool) -> Iterator[None]:
         """Bring the processes' gradients together after the last micro-batch; parts of a model are, after each."""
-        if isinstance(self.model, FSDPModule):
-            self.model.set_is_last_backward(last)
-            self.model.set_requires_all_reduce(last)
+        parallel.announce_backward(self.model, last=last)
         if isinstance(self._forward, DistributedDataParallel) and not last:
             with self._forward.no_sync():
                 yield
@@ -252,7 +249,7 @@ class CausalLMModule(TrainModule):
         found = overflow.first_in_gradients(self.model)
 
         def forward() -> None:
-            torch.manual_seed(_step_seed(self.seed, self.trainer.global_step, get_rank()))
+            torch.manual_seed(_step_seed(self.seed, self.trainer.global_step, self.processes.rank))
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 for micro_batch in split_batch(self._batch, self.micro_batch_size):
                     self._run(self.model, micro_batch)
@@ -344,7 +341,7 @@ class Recorder(Callback):
 
     def post_checkpoint_saved(self, path: Any) -> None:
         """Mark the checkpoint as whole."""
-        if get_rank() == 0:
+        if self._module.processes.is_first:
             checkpoints.seal(Path(path), self.run)
 
 
@@ -399,7 +396,7 @@ def fit(
     module = _module(model, scheme, recipe, device, processes)
     dataset = _dataset(recipe, arrays, folder / "order")
     processes.first(lambda: _make_room(dataset))
-    loader = _data_loader(recipe, dataset, device)
+    loader = _data_loader(recipe, dataset, device, processes)
     recorder = Recorder(listener=listener, validate=validate, validate_every=recipe.train.validate_every, run=run)
     trainer = _trainer(module, loader, recipe, recorder, folder, device)
     listener.resumed(_load_newest(trainer, folder, run, listener, processes))
@@ -408,7 +405,7 @@ def fit(
     _warn_of_gates(model, scheme, recipe.train.steps, listener)
     trainer.fit()
     # The engine removes a checkpoint that has become one too many at the step after, which the last step has not.
-    for path in _checkpointer(trainer)._checkpoints_to_remove if get_rank() == 0 else ():
+    for path in _checkpointer(trainer)._checkpoints_to_remove if processes.is_first else ():
         shutil.rmtree(path, ignore_errors=True)
     return Outcome(
         step=trainer.global_step,
@@ -441,10 +438,10 @@ def _module(
         scheme,
         _optimizer(model, scheme, recipe),
         CosWithWarmup(warmup=recipe.schedule.warmup_steps, alpha_f=recipe.schedule.final_fraction),
-        micro_batch_size=train.micro_batch_size or train.batch_size // processes.count,
+        micro_batch_size=parallel.micro_batch_size(recipe, processes.count),
         sequence_length=recipe.data.sequence_length,
         max_grad_norm=train.max_grad_norm,
-        autocast=torch.bfloat16 if train.precision == "bfloat16" else None,
+        autocast=autocast_of(recipe),
         seed=recipe.seed,
         device=device,
         compile=train.compile,
@@ -536,7 +533,9 @@ def _make_room(dataset: NumpyFSLDataset) -> None:
         raise ConfigError(f"no space left on device: the order of the data needs {needed:,} bytes in {folder}")
 
 
-def _data_loader(recipe: Recipe, dataset: NumpyFSLDataset, device: torch.device) -> NumpyFSLDataLoader:
+def _data_loader(
+    recipe: Recipe, dataset: NumpyFSLDataset, device: torch.device, processes: Processes
+) -> NumpyFSLDataLoader:
     return NumpyFSLDataLoader(
         dataset,
         collator=DataCollator(pad_token_id=dataset.pad_token_id),
@@ -546,8 +545,8 @@ def _data_loader(recipe: Recipe, dataset: NumpyFSLDataset, device: torch.device)
         # Reading a memory map is quicker than handing it between threads on the cores that train.
         num_threads=0 if device.type == "cpu" else None,
         target_device_type=device.type,
-        dp_world_size=get_world_size(),
-        dp_rank=get_rank(),
+        dp_world_size=processes.count,
+        dp_rank=processes.rank,
     )
 
 
@@ -600,7 +599,7 @@ def _in_words(error: BaseException) -> str:
     error = _root_cause(error)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return " ".join(str(error).split()) or type(error).__name__
+    return one_line(error)
 
 
 def _step_seed(seed: int, step: int, rank: int) -> int:

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from siamesenorm.training import parallel
+from siamesenorm.training.build import autocast_of
 from siamesenorm.training.cost import balanced_experts
 from siamesenorm.training.documents import DocumentMask
 from siamesenorm.training.evaluate import summed_loss
@@ -68,10 +68,9 @@ def training_memory(model: PreTrainedModel, recipe: Recipe, ranks: int = 1) -> M
     processes = Processes(count=ranks, local=per_machine(ranks))
     parallel.check(recipe, processes)
     how = parallel.strategy(recipe, ranks)
-    share = recipe.train.batch_size // ranks
-    batch = min(recipe.train.micro_batch_size or share, share)
+    batch = parallel.micro_batch_size(recipe, ranks)
     # With several micro-batches, the gradients of those before are alive; a third is no different from the second.
-    count = 2 if batch < share else 1
+    count = 2 if batch < recipe.train.batch_size // ranks else 1
     if recipe.train.activation_checkpointing:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     cpu = torch.device("cpu")
@@ -92,9 +91,7 @@ def training_memory(model: PreTrainedModel, recipe: Recipe, ranks: int = 1) -> M
         gradients = sum(_local(parameter).nbytes for parameter in model.parameters() if parameter.requires_grad)
         stack.enter_context(ledger)
         for index in range(count):
-            if isinstance(model, FSDPModule):
-                model.set_is_last_backward(index == count - 1)
-                model.set_requires_all_reduce(index == count - 1)
+            parallel.announce_backward(model, last=index == count - 1)
             _forward_and_backward(model, recipe, batch)
     activations = max(ledger.peak - parameters - gradients, 0)
     # DDP brings gradients together in buckets, a second copy. AdamW's two moments have been there since the first step.
@@ -109,15 +106,15 @@ def per_machine(ranks: int) -> int:
 def _forward_and_backward(model: Any, recipe: Recipe, batch: int) -> None:
     """A micro-batch, as the train module runs it."""
     length = recipe.data.sequence_length
-    low = recipe.train.precision == "bfloat16"
+    low = autocast_of(recipe)
     ids = torch.zeros((batch, length), dtype=torch.long)
     if recipe.data.document_masking:
         inputs = DocumentMask(eos_id=0).inputs(model, ids)
     else:
         # A finished mask, of one number's size, since without one transformers asks the positions for their values.
-        mask = torch.zeros((1, 1, 1, 1), dtype=torch.bfloat16 if low else torch.float32)
+        mask = torch.zeros((1, 1, 1, 1), dtype=low or torch.float32)
         inputs = {"attention_mask": mask.expand(batch, 1, length, length)}
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=low):
+    with torch.autocast("cpu", dtype=low, enabled=low is not None):
         logits = model(input_ids=ids, use_cache=False, **inputs).logits
     (summed_loss(logits, ids) / ids.numel()).backward()
 

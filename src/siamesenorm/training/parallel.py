@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from siamesenorm import hosts
 from siamesenorm.residual import ConfigError
-from siamesenorm.training.build import build_model, empty_model
+from siamesenorm.training.build import autocast_of, build_model, empty_model
 from siamesenorm.training.processes import Processes
 from siamesenorm.training.recipe import Recipe
 
@@ -40,6 +40,12 @@ def strategy(recipe: Recipe, count: int) -> str:
     if count == 1:
         return "none"
     return "fsdp" if recipe.train.parallel == "auto" else recipe.train.parallel
+
+
+def micro_batch_size(recipe: Recipe, count: int) -> int:
+    """The sequences of one forward pass on each of ``count`` processes."""
+    share = recipe.train.batch_size // count
+    return min(recipe.train.micro_batch_size or share, share)
 
 
 def place(recipe: Recipe, device: torch.device, processes: Processes) -> PreTrainedModel:
@@ -85,6 +91,13 @@ def whole_model(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel | Non
     return whole
 
 
+def announce_backward(model: nn.Module, *, last: bool) -> None:
+    """Say whether the next backward pass is a step's last; replicas of a model in parts wait with their sum for it."""
+    if isinstance(model, FSDPModule):
+        model.set_is_last_backward(last)
+        model.set_requires_all_reduce(last)
+
+
 def _is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
@@ -103,8 +116,7 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, recipe: Recipe) -> None:
     Blocks get their weights in the precision that the branches compute in anyway. What they are given is not cast, so
     the streams keep their dtype, and so do the embeddings that they start from.
     """
-    param_dtype = torch.bfloat16 if recipe.train.precision == "bfloat16" else None
-    blocks = MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    blocks = MixedPrecisionPolicy(autocast_of(recipe), reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in hosts.blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=blocks)
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))

@@ -18,9 +18,9 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from siamesenorm import hosts, hub
 from siamesenorm.data import byte_tokenizer, corpus, shards
 from siamesenorm.data import tokenizer as tokenizers
-from siamesenorm.residual import ConfigError, Scheme, make_scheme, nearest
+from siamesenorm.residual import ConfigError, Scheme, make_scheme, nearest, one_line
 from siamesenorm.training.recipe import Recipe
-from siamesenorm.training.run_folder import RunFolder
+from siamesenorm.training.run_folder import model_folder
 
 # These say what the weights are; the recipe's other keys choose the scheme, and training keeps weights in float32.
 _FIXED = ("model_type", "dtype", "residual_scheme", "residual_norm")
@@ -105,7 +105,7 @@ class Pretrained:
         try:
             return Path(snapshot_download(self.where, allow_patterns=_HUB_FILES))
         except Exception as error:  # the hub's client, its HTTP library and the disk have errors of their own
-            raise ConfigError(f"cannot fetch model.pretrained={self.name} from the hub: {_one_line(error)}") from error
+            raise ConfigError(f"cannot fetch model.pretrained={self.name} from the hub: {one_line(error)}") from error
 
 
 def find(recipe: Recipe) -> Pretrained:
@@ -138,20 +138,6 @@ def find(recipe: Recipe) -> Pretrained:
     return Pretrained(name, where, local, config, saved_scheme, scheme)
 
 
-def model_folder(path: Path) -> Path:
-    """The saved model in a folder: the folder itself, or what a finished run has in it.
-
-    Raises:
-        ConfigError: for a run that has not finished.
-    """
-    run = RunFolder(path)
-    if not run.config.is_file():
-        return path
-    if not run.model.is_dir():
-        raise ConfigError(f"the run in {path} has not finished: it has no {run.model.name}/ yet")
-    return run.model
-
-
 def _folder(path: Path) -> Path:
     """The folder of a saved model that is here."""
     if not path.is_dir():
@@ -177,7 +163,7 @@ def _config(name: str, where: str, local: bool) -> Any:
         raise
     except Exception as error:  # files that are not right have many kinds of errors, and so has the hub's client
         why = "" if local else ", which is no folder here and cannot be had from the hub"
-        raise ConfigError(f"cannot load model.pretrained={name}{why}: {_one_line(error)}") from error
+        raise ConfigError(f"cannot load model.pretrained={name}{why}: {one_line(error)}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"model.pretrained={name} is quantised; training needs weights that are not")
     return config
@@ -210,7 +196,7 @@ def _changed(config: Any, changes: Mapping[str, Any], name: str) -> Any:
         changed.validate()
         before, after = _shapes(config), _shapes(changed)
     except (ArithmeticError, RuntimeError, TypeError, ValueError, StrictDataclassError) as error:
-        raise ConfigError(f"model.config does not fit model.pretrained={name}: {_one_line(error)}") from error
+        raise ConfigError(f"model.config does not fit model.pretrained={name}: {one_line(error)}") from error
     differing = [weight for weight in before | after if before.get(weight) != after.get(weight)]
     if differing:
         first = differing[0]
@@ -239,7 +225,3 @@ def _tokenizer_of(source: str) -> str:
 def _show(scheme: Scheme) -> str:
     options = ", ".join(f"{key}={value}" for key, value in scheme.options().items())
     return f"{scheme.name} ({options})" if options else scheme.name
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

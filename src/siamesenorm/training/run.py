@@ -24,6 +24,7 @@ from siamesenorm.data.shards import TokenArrays
 from siamesenorm.residual import ConfigError
 from siamesenorm.training import parallel, text
 from siamesenorm.training.build import (
+    autocast_of,
     check,
     device_of,
     document_mask,
@@ -109,7 +110,7 @@ def train(
         except ConfigError:
             # Found late, such as weights that cannot be loaded; the corrected command may want this folder.
             if is_new:
-                processes.first_only(folder.release)
+                processes.first(folder.release)
             raise
 
 
@@ -180,13 +181,12 @@ class _Session:
         )
 
     def _validate(self, model: PreTrainedModel) -> Evaluation:
-        train = self.recipe.train
         return evaluate(
             model,
             self.sequences,
-            batch_size=train.micro_batch_size or train.batch_size // self.processes.count,
+            batch_size=parallel.micro_batch_size(self.recipe, self.processes.count),
             device=self.device,
-            autocast=torch.bfloat16 if train.precision == "bfloat16" else None,
+            autocast=autocast_of(self.recipe),
             mask=document_mask(self.recipe),
             processes=self.processes,
         )

@@ -113,6 +113,20 @@ class RunFolder:
             )
 
 
+def model_folder(path: Path) -> Path:
+    """The saved model in a folder: the folder itself, or what a finished run has in it.
+
+    Raises:
+        ConfigError: for a run that has not finished.
+    """
+    run = RunFolder(path)
+    if not run.config.is_file():
+        return path
+    if not run.model.is_dir():
+        raise ConfigError(f"the run in {path} has not finished: it has no {run.model.name}/ yet")
+    return run.model
+
+
 class MetricsFile:
     """``metrics.jsonl``: one line of JSON per step, appended."""
 
