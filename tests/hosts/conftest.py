@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from siamesenorm.hosts import families
 from siamesenorm.residual import scheme as scheme_module
@@ -23,3 +25,12 @@ def _clean(monkeypatch):
     for table, old in zip(tables, kept_tables, strict=True):
         table.clear()
         table.update(old)
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    """A group of this process alone."""
+    store = tmp_path_factory.mktemp("store") / "file"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()

@@ -19,7 +19,18 @@ from siamesenorm import hosts
 from siamesenorm.probes import capture_streams
 from siamesenorm.residual import ConfigError, LayerNorm, Norm, RMSNorm
 from tests import oracle
-from tests.hosts.running import GAINS, by_hand, cache_of, padded, positions_of, register_gains, same, step
+from tests.hosts.running import (
+    GAINS,
+    assert_built_without_memory_as_with,
+    assert_one_graph_with_the_same_gradients,
+    by_hand,
+    padded,
+    positions_of,
+    register_gains,
+    same,
+    step,
+    token_by_token,
+)
 from tests.hosts.tiny import (
     FORMS,
     MOE,
@@ -202,18 +213,8 @@ def test_token_by_token_is_the_full_forward_with_left_padding(form, scheme):
     model = formed(form, scheme)
     ids, mask = padded((12, 5, 9), 12)
     full = model(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask)).logits
-    cache, steps = DynamicCache(config=model.config), []
-    for t in range(12):
-        out = model(
-            input_ids=ids[:, t : t + 1],
-            attention_mask=mask[:, : t + 1],
-            position_ids=positions_of(mask)[:, t : t + 1],
-            cache=cache,
-            use_cache=True,
-        )
-        assert cache_of(out) is cache
-        steps.append(out.logits)
-    assert relative_error(torch.cat(steps, 1)[mask.bool()], full[mask.bool()]) < 1e-5
+    steps = token_by_token(model, ids, mask, DynamicCache(config=model.config))
+    assert relative_error(steps[mask.bool()], full[mask.bool()]) < 1e-5
 
 
 @pytest.mark.parametrize(("form", "scheme"), HARDEST)
@@ -289,23 +290,7 @@ def test_a_model_built_without_memory_is_initialised_and_loaded_like_any(form, s
     family, changes = FORMS[form]
     name, options = SCHEMES[scheme]
     given = (family, {**shape(family), **changes}, name, {**options, "x_init": 0.25})
-    with torch.device("meta"):
-        empty = hosts.build(*given)
-    assert all(p.is_meta for p in empty.parameters())
-    real = hosts.build(*given).eval()
-    assert {n: p.shape for n, p in empty.named_parameters()} == {n: p.shape for n, p in real.named_parameters()}
-    assert hosts.site_table(empty) == hosts.site_table(real)
-    empty.to_empty(device="cpu")
-    for parameter in empty.parameters():
-        torch.nn.init.constant_(parameter, 9.0)
-    for module in empty.modules():
-        empty._init_weights(module)
-    assert not any((p == 9).any() for p in empty.parameters())
-    for n, parameter in empty.named_parameters():
-        if "norm" in n or "ln_" in n or n.endswith("c1"):
-            assert torch.equal(parameter, real.get_parameter(n)), n
-    empty.load_state_dict(real.state_dict())
-    assert torch.equal(empty.eval()(input_ids=tokens()).logits, real(input_ids=tokens()).logits)
+    assert_built_without_memory_as_with(given, lambda n: "norm" in n or "ln_" in n or n.endswith("c1"))
 
 
 @pytest.mark.parametrize(("form", "scheme"), HARDEST)
@@ -350,14 +335,8 @@ def test_activation_checkpointing_changes_nothing(form, scheme, reentrant):
 
 @pytest.mark.parametrize(("form", "scheme"), HARDEST)
 def test_compiled_training_is_one_graph_with_the_same_gradients(form, scheme):
-    torch._dynamo.reset()
     model = fresh(form, scheme, num_hidden_layers=1).train()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    expected, logits = (each(input_ids=tokens(), use_cache=False).logits for each in (model, compiled))
-    assert relative_error(logits, expected) < 1e-5
-    wanted, got = (torch.autograd.grad(out.square().sum(), list(model.parameters())) for out in (expected, logits))
-    for (name, _), a, b in zip(model.named_parameters(), got, wanted, strict=True):
-        assert relative_error(a, b) < 1e-5, name
+    assert_one_graph_with_the_same_gradients(model)
 
 
 @pytest.mark.parametrize("form", ["gpt2", "gpt_neox"])

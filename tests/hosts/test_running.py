@@ -12,7 +12,13 @@ from transformers import DynamicCache, StaticCache
 import siamesenorm
 from siamesenorm.probes import capture_streams
 from tests import oracle
-from tests.hosts.running import by_hand, cache_of, padded, positions_of
+from tests.hosts.running import (
+    by_hand,
+    cache_of,
+    padded,
+    positions_of,
+    token_by_token,
+)
 from tests.hosts.tiny import FAMILIES, SCHEMES, SIAMESE, host, rewired, shared, tokens
 from tests.parity import relative_error
 
@@ -34,18 +40,9 @@ def test_token_by_token_is_the_full_forward_with_left_padding(scheme, family, ki
     model = shared(family, scheme)
     ids, mask = padded((12, 5, 9), 12)
     full = model(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask)).logits
-    cache, steps = new_cache(kind, model, 3, 12), []
-    for t in range(12):
-        out = model(
-            input_ids=ids[:, t : t + 1],
-            attention_mask=mask[:, : t + 1],
-            position_ids=positions_of(mask)[:, t : t + 1],
-            cache=cache,
-            use_cache=True,
-        )
-        steps.append(out.logits)
+    steps = token_by_token(model, ids, mask, new_cache(kind, model, 3, 12))
     real = mask.bool()
-    assert relative_error(torch.cat(steps, 1)[real], full[real]) < 1e-5
+    assert relative_error(steps[real], full[real]) < 1e-5
 
 
 @pytest.mark.parametrize("scheme", SIAMESE)

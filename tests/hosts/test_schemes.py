@@ -16,7 +16,17 @@ from siamesenorm import hosts
 from siamesenorm.probes import capture_streams
 from siamesenorm.residual import ConfigError, Norm
 from tests import oracle
-from tests.hosts.running import by_hand, cache_of, padded, positions_of, same, step
+from tests.hosts.running import (
+    assert_built_without_memory_as_with,
+    assert_one_graph_with_the_same_gradients,
+    assert_padding_changes_nothing,
+    by_hand,
+    padded,
+    positions_of,
+    same,
+    step,
+    token_by_token,
+)
 from tests.hosts.tiny import BASELINES, SHAPE, formed, host, plain, rewired, scatter, shape, shared, tokens
 from tests.parity import relative_error
 
@@ -114,26 +124,15 @@ def test_token_by_token_is_the_full_forward_with_left_padding(family, scheme):
     model = of(family, scheme)
     ids, mask = padded((9, 4, 7), 9)
     full = model(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask)).logits
-    cache, steps = DynamicCache(config=model.config), []
-    for t in range(9):
-        given = ids[:, t : t + 1], mask[:, : t + 1], positions_of(mask)[:, t : t + 1]
-        out = model(input_ids=given[0], attention_mask=given[1], position_ids=given[2], cache=cache, use_cache=True)
-        assert cache_of(out) is cache
-        steps.append(out.logits)
-    assert relative_error(torch.cat(steps, 1)[mask.bool()], full[mask.bool()]) < 1e-5
+    steps = token_by_token(model, ids, mask, DynamicCache(config=model.config))
+    assert relative_error(steps[mask.bool()], full[mask.bool()]) < 1e-5
     generated = model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
     assert torch.equal(generated, by_hand(model, ids, mask, 3))
 
 
 @pytest.mark.parametrize(("family", "scheme"), PAIRS)
-@torch.no_grad()
 def test_batches_and_padding_change_nothing(family, scheme):
-    model = of(family, scheme)
-    ids, mask = padded((8, 0, 5), 8)
-    out = model(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask)).logits
-    for row, length in ((0, 8), (2, 5)):
-        alone = model(input_ids=ids[row : row + 1, 8 - length :]).logits
-        assert relative_error(out[row, 8 - length :], alone[0]) < 1e-5
+    assert_padding_changes_nothing(of(family, scheme))
 
 
 @pytest.mark.parametrize(("family", "scheme"), PAIRS)
@@ -150,21 +149,7 @@ def test_equal_bits_after_saving_and_loading(family, scheme, tmp_path):
 @pytest.mark.parametrize(("family", "scheme"), PAIRS)
 def test_a_model_built_without_memory_is_initialised_and_loaded_like_any(family, scheme):
     given = (family, shape(family), *BASELINES[scheme])
-    with torch.device("meta"):
-        empty = hosts.build(*given)
-    real = hosts.build(*given).eval()
-    assert {n: p.shape for n, p in empty.named_parameters()} == {n: p.shape for n, p in real.named_parameters()}
-    assert hosts.site_table(empty) == hosts.site_table(real)
-    empty.to_empty(device="cpu")
-    for parameter in empty.parameters():
-        torch.nn.init.constant_(parameter, 9.0)
-    for module in empty.modules():
-        empty._init_weights(module)
-    for n, parameter in empty.named_parameters():
-        assert not (parameter == 9).any()
-        assert "norm" not in n or torch.equal(parameter, real.get_parameter(n)), n
-    empty.load_state_dict(real.state_dict())
-    assert torch.equal(empty.eval()(input_ids=tokens()).logits, real(input_ids=tokens()).logits)
+    assert_built_without_memory_as_with(given, lambda n: "norm" in n)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -186,15 +171,9 @@ def test_activation_checkpointing_changes_nothing(family, scheme, reentrant):
     ],
 )
 def test_compiled_training_is_one_graph_with_the_same_gradients(family, scheme):
-    torch._dynamo.reset()
     # Of two blocks, as the first differs from the others under some schemes.
     model = fresh(family, scheme, num_hidden_layers=2).train()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    expected, logits = (each(input_ids=tokens(), use_cache=False).logits for each in (model, compiled))
-    assert relative_error(logits, expected) < 1e-5
-    wanted, got = (torch.autograd.grad(out.square().sum(), list(model.parameters())) for out in (expected, logits))
-    for (name, _), a, b in zip(model.named_parameters(), got, wanted, strict=True):
-        assert relative_error(a, b) < 1e-5, name
+    assert_one_graph_with_the_same_gradients(model)
 
 
 @pytest.mark.parametrize("stream_dtype", [None, "float32"])

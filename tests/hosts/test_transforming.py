@@ -8,13 +8,17 @@ import warnings
 import peft
 import pytest
 import torch
-import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import siamesenorm
 from siamesenorm import hosts
 from siamesenorm.probes import capture_streams
-from tests.hosts.running import same, step
+from tests.hosts.running import (
+    same,
+    sharded,
+    step,
+    trained,
+)
 from tests.hosts.tiny import SCHEMES, SHAPE, SIAMESE, config, host, rewired, shared, tokens
 from tests.parity import relative_error
 
@@ -178,40 +182,15 @@ def test_export_with_any_batch_and_length(scheme):
 # Sharding
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory):
-    store = tmp_path_factory.mktemp("store") / "file"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
-def trained(model, steps=3):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    losses = []
-    for _ in range(steps):
-        loss = model(input_ids=tokens(), labels=tokens()).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("scheme", SIAMESE)
 def test_fully_sharded_blocks_train_as_plain_ones(mesh, scheme, checkpointing):
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     plain = rewired("llama", scheme).train()
     model = copy.deepcopy(plain)
     expected = trained(plain)
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    for block in hosts.blocks(model):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    sharded(model, mesh)
     assert trained(model) == pytest.approx(expected, rel=1e-6)
     assert expected[-1] < expected[0]
     for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -220,14 +199,9 @@ def test_fully_sharded_blocks_train_as_plain_ones(mesh, scheme, checkpointing):
 
 @pytest.mark.parametrize("scheme", SIAMESE)
 def test_sharded_in_bf16_with_float32_streams(mesh, scheme):
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     model = rewired("llama", scheme, options={"stream_dtype": "float32"}).train()
     exact = trained(copy.deepcopy(model))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
-    for block in hosts.blocks(model):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    sharded(model, mesh, param_dtype=torch.bfloat16)
     with capture_streams(model) as streams:
         losses = trained(model)
     assert {t.dtype for s in streams for t in s} == {torch.float32}
