@@ -11,6 +11,7 @@ from siamesenorm.residual import make_scheme
 from siamesenorm.training.build import build_model, check, parameter_counts, scheme_of
 from siamesenorm.training.cost import flops_per_token
 from siamesenorm.training.decay import undecayed
+from siamesenorm.training.documents import DocumentMask
 from siamesenorm.training.engine import CausalLMModule, _optimizer
 from siamesenorm.training.evaluate import evaluate, held_out_sequences
 from siamesenorm.training.events import NonFiniteError
@@ -268,6 +269,23 @@ def test_micro_batches_of_experts_change_neither_losses_nor_gradients(tiny):
     without.zero_grads()
     without.train_batch(uneven_batch())
     assert not torch.allclose(model.model.layers[0].mlp.gate.weight.grad, found[0][1]["model.layers.0.mlp.gate.weight"])
+
+
+@pytest.mark.parametrize("host", ["olmoe", "qwen3_moe", "mixtral"])
+def test_experts_train_on_documents_that_are_kept_apart(tiny, host):
+    experts = "num_local_experts" if host == "mixtral" else "num_experts"
+    model = build_model(tiny(f"model.host={host}", f"model.config.{experts}=4", *MOE[1:2], MOE[3]))
+    mask = DocumentMask(eos_id=7)
+    ids = uneven_batch()["input_ids"]
+    ids[:, 5] = 7
+    module = module_for(model, 4, routers=RouterLoss.of(model, "sequence"), mask=mask)
+    module.train_batch({"input_ids": ids})
+    inputs = mask.inputs(model, ids)
+    body = model.model(input_ids=ids, output_router_logits=True, use_cache=False, **inputs)
+    expected = RouterLoss.of(model, "sequence")(body.router_logits, len(ids)) / len(ids)
+    assert module._batch_losses[1].item() == pytest.approx(expected.item(), rel=1e-5)
+    assert all(p.grad is not None for n, p in model.named_parameters() if "gate.weight" in n)
+    assert not model.model._forward_pre_hooks
 
 
 def test_dense_models_have_no_routers(model):

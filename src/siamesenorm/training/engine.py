@@ -190,9 +190,9 @@ class CausalLMModule(TrainModule):
         inputs: dict[str, Any] = {"attention_mask": micro_batch.get("attention_mask")}
         if self.mask is not None:
             inputs = self.mask.inputs(self.model, ids)
-        if self.routers is not None:
-            inputs["output_router_logits"] = True
-        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+        listening = contextlib.nullcontext() if self.routers is None else self.routers.listening(self.model)
+        autocast = torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None)
+        with listening, autocast:
             out = forward(input_ids=ids, use_cache=False, **inputs)
         return out.logits, None if self.routers is None else out.router_logits
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from siamesenorm.hosts.families import host_of
@@ -32,6 +33,23 @@ class RouterLoss:
         if not getattr(model.config, "router_aux_loss_coef", 0.0):
             return None
         return cls(model, over_sequences=over == "sequence")
+
+    @contextmanager
+    def listening(self, model: PreTrainedModel) -> Iterator[None]:
+        """Let a forward pass of ``model`` give what its routers say (``router_logits``).
+
+        The body is asked and not the model: that would compute its own loss too, over all tokens at once and with a
+        padding mask, for which it takes a mask of documents.
+        """
+
+        def ask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return args, {**kwargs, "output_router_logits": True}
+
+        asking = model.base_model.register_forward_pre_hook(ask, with_kwargs=True)
+        try:
+            yield
+        finally:
+            asking.remove()
 
     def __call__(self, router_logits: Sequence[Tensor], batch: int) -> Tensor:
         """The unweighted loss, times the number of sequences that it is about.
