@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from siamesenorm.cli import leave
 from siamesenorm.training.build import build_model
 from siamesenorm.training.processes import speaks
 from siamesenorm.training.recipe import Recipe
@@ -55,6 +56,7 @@ def main(folder: str, recipe: str, *overrides: str) -> None:
     train(load(recipe, overrides), Path(folder, "run"), watcher)
     if speaks():
         print("grew by", most[0] - before)
+    leave(SystemExit(0))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from siamesenorm.cli import leave
 from siamesenorm.data import arrays
 from siamesenorm.residual import ConfigError
 from siamesenorm.training.engine import CausalLMModule
@@ -48,8 +49,7 @@ def main(folder: Path) -> None:
         results[-1]["statuses"] = everyone
     if rank == 0:
         (folder / "results.json").write_text(json.dumps(results))
-    sys.stdout.flush()
-    os._exit(0)
+    leave(SystemExit(0))
 
 
 if __name__ == "__main__":

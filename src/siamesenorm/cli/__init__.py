@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         typer.main.get_command(_app()).main(args=list(sys.argv[1:] if arguments is None else arguments))
     except SystemExit as error:
-        _leave(error)
+        leave(error)
     except Exception as error:
         from siamesenorm.residual import ConfigError
 
@@ -53,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise
 
 
-def _leave(error: SystemExit) -> NoReturn:
+def leave(error: SystemExit) -> NoReturn:
+    """End this process with the exit code of `error`, also under torchrun."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and isinstance(error.code, int | None):
         # Process groups leave threads behind, and now and then an interpreter that ends under them is aborted.
         sys.stdout.flush()
@@ -68,4 +69,4 @@ def _fail(message: str, code: int) -> NoReturn:
     else:
         # Each process finds the same. The first one says it, before torchrun sees another end and ends them all.
         time.sleep(_SECONDS_TO_SPEAK)
-    _leave(SystemExit(code))
+    leave(SystemExit(code))
