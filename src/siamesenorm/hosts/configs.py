@@ -27,11 +27,19 @@ def residual_config(name: str) -> type[Any]:
         (host_class,),
         {
             "__module__": __name__,
-            "__doc__": f"{host_class.__name__} with a residual scheme, and its norms' kind where it is not the host's.",
-            "__annotations__": {"residual_scheme": dict | None, "residual_norm": dict | None},
+            "__doc__": (
+                f"{host_class.__name__} with a residual scheme, its norms' kind where it is not the host's, and the rate "
+                "of stochastic depth in the last block."
+            ),
+            "__annotations__": {
+                "residual_scheme": dict | None,
+                "residual_norm": dict | None,
+                "drop_path_rate": float | int,
+            },
             "model_type": host.residual_type,
             "residual_scheme": None,
             "residual_norm": None,
+            "drop_path_rate": 0.0,
         },
     )
 

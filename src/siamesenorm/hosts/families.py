@@ -1,6 +1,6 @@
 """Which models can be rewired: one small table of roles per family.
 
-A family says by what names a transformers decoder calls its parts. Everything a scheme needs to know of a model is in
+A family says by what names a transformers model calls its parts. Everything a scheme needs to know of a model is in
 its :class:`Host`; adding a family is adding a table, and :func:`register_host` does it from outside the package.
 """
 
@@ -92,7 +92,8 @@ class Host:
             block. A block need not have all of them.
         blocks: attribute of the base model that lists the blocks.
         final_norm: attribute of the base model that holds the final norm.
-        causal_lm: name of the class with a language modelling head.
+        head: the head that a new model gets, as the class name's end: ``"ForCausalLM"`` or ``"ForImageClassification"``.
+        classes: class names by head, where they are not the prefix and the head; several where a head has variants.
         norm_offset: added to a norm's weight before it multiplies.
         norm_eps: the norms' eps, where the modules do not hold it.
         more_keys: keys of the config that its models read though its class does not declare them.
@@ -108,7 +109,8 @@ class Host:
     mlp_weights: tuple[str, ...] = ()
     blocks: str = "layers"
     final_norm: str = "norm"
-    causal_lm: str = ""
+    head: Literal["ForCausalLM", "ForImageClassification"] = "ForCausalLM"
+    classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     norm_offset: float = 0.0
     norm_eps: float | None = None
     more_keys: tuple[str, ...] = ()
@@ -137,9 +139,10 @@ class Host:
         sibling = self.modeling.replace(".modeling_", ".configuration_")
         return getattr(importlib.import_module(sibling), f"{self.prefix}Config")
 
-    def causal_lm_class(self) -> type[Any]:
-        """The family's own language model class."""
-        return getattr(self.module(), self.causal_lm or f"{self.prefix}ForCausalLM")
+    def classes_with(self, head: str) -> tuple[type[Any], ...]:
+        """The family's own classes with a head, the usual one first; none where it has no such head."""
+        names = self.classes.get(head, (self.prefix + head,))
+        return tuple(found for name in names if (found := getattr(self.module(), name, None)) is not None)
 
 
 _ATTENTION = Branch("attention", "self_attn", "input_layernorm")
@@ -161,6 +164,27 @@ def _llama_like(name: str, prefix: str, **changes: Any) -> Host:
             "prefix": prefix,
             "branches": (_ATTENTION, _MLP),
             "mlp_weights": _GATED,
+            **changes,
+        }
+    )
+
+
+def _vit_like(name: str, prefix: str, **changes: Any) -> Host:
+    """An image classifier with ViT's names: a class token, attention to both sides, and LayerNorm."""
+    return Host(
+        **{
+            "name": name,
+            "modeling": f"transformers.models.{name}.modeling_{name}",
+            "prefix": prefix,
+            "branches": (
+                Branch("attention", "attention", "layernorm_before", "dropout"),
+                Branch("mlp", "mlp", "layernorm_after", "dropout"),
+            ),
+            "mlp_weights": ("mlp.fc1", "mlp.fc2"),
+            "final_norm": "layernorm",
+            "head": "ForImageClassification",
+            # Its class holds the labels' names, and their number is what they are counted as.
+            "more_keys": ("num_labels",),
             **changes,
         }
     )
@@ -220,7 +244,15 @@ _HOSTS: dict[str, Host] = {
             mlp_weights=("mlp.c_fc", "mlp.c_proj"),
             blocks="h",
             final_norm="ln_f",
-            causal_lm="GPT2LMHeadModel",
+            classes={"ForCausalLM": ("GPT2LMHeadModel",)},
+        ),
+        _vit_like("vit", "ViT"),
+        _vit_like(
+            "deit",
+            "DeiT",
+            classes={
+                "ForImageClassification": ("DeiTForImageClassification", "DeiTForImageClassificationWithTeacher"),
+            },
         ),
     )
 }
@@ -282,6 +314,6 @@ def find_host(model: Any) -> Host:
     raise ConfigError(
         f"cannot rewire a {type(model).__name__}"
         + (f" (model_type '{model_type}')" if model_type else "")
-        + f": supported are {', '.join(hosts())}. Another decoder is added by describing its parts in a table: "
+        + f": supported are {', '.join(hosts())}. Another one is added by describing its parts in a table: "
         "siamesenorm.register_host(siamesenorm.hosts.Host(...))"
     )

@@ -70,9 +70,14 @@ def rewire(model: Any, scheme: str | Scheme = "siamese", *, init: bool = False, 
 
 
 def build(
-    host: str, config: Mapping[str, Any], scheme: str | Scheme = "siamese", options: Mapping[str, Any] | None = None
+    host: str,
+    config: Mapping[str, Any],
+    scheme: str | Scheme = "siamese",
+    options: Mapping[str, Any] | None = None,
+    *,
+    model_class: str | None = None,
 ) -> Any:
-    """A new causal language model of a family, under a scheme, with the scheme's own initialisation.
+    """A new model of a family with its usual head, under a scheme, with the scheme's own initialisation.
 
     Random numbers are drawn from torch's global generator exactly as the plain host draws them, so equal seeds give
     equal shared weights under every scheme.
@@ -82,12 +87,17 @@ def build(
         config: keys of the family's own Hugging Face config.
         scheme: a scheme's name, or a :class:`~siamesenorm.residual.Scheme`.
         options: the scheme's options.
+        model_class: name of the family's own class, where its head has several; by default the usual one.
 
     Raises:
-        ConfigError: an unknown host, config key, scheme or option.
+        ConfigError: an unknown host, class, config key, scheme or option.
     """
     made = model_config(host, config, scheme, options)
-    host_class: Any = get_host(host).causal_lm_class()
+    family = get_host(host)
+    known = {found.__name__: found for found in family.classes_with(family.head)}
+    if model_class is not None and model_class not in known:
+        raise ConfigError(f"a {family.prefix} has no class '{model_class}': {nearest(model_class, known)}")
+    host_class: Any = known[model_class or next(iter(known))]
     try:
         return residual_class(host_class)(made)
     except (ValueError, ArithmeticError, KeyError, RuntimeError) as error:
@@ -109,9 +119,6 @@ def model_config(
         result = config_class(**{**config, "residual_scheme": scheme_to_dict(made)})
         result.validate()
         _check_values(result)
-        heads = result.num_attention_heads
-        if heads % (getattr(result, "num_key_value_heads", None) or heads):
-            raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads")
     except (TypeError, ValueError, ArithmeticError, StrictDataclassError) as error:
         raise ConfigError(f"this is no valid {family.prefix} config: {one_line(error)}") from error
     _check_sites(family, made, result)
@@ -123,19 +130,33 @@ def _check_values(config: Any) -> None:
     for key, value in config.to_dict().items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        if (key.endswith(("dropout", "pdrop")) or "dropout_" in key) and not 0 <= value < 1:
+        if (key.endswith(("dropout", "pdrop", "drop_path_rate")) or "dropout_" in key) and not 0 <= value < 1:
             raise ValueError(f"{key} must be at least 0 and below 1, not {value}")
         if (key.endswith(("_size", "_heads", "_layers", "_dim")) or key.startswith("n_")) and value < 0:
             raise ValueError(f"{key} must not be negative, but is {value}")
         if key.endswith(("_eps", "_epsilon")) and not 0 <= value < math.inf:
             raise ValueError(f"{key} must be a number of at least 0, not {value}")
-    for key in ("hidden_size", "num_attention_heads", "vocab_size"):
-        if getattr(config, key) < 1:
-            raise ValueError(f"{key} must be at least 1, not {getattr(config, key)}")
+    for key in ("hidden_size", "num_attention_heads", "vocab_size", "num_labels", "num_channels"):
+        if (value := getattr(config, key, None)) is not None and value < 1:
+            raise ValueError(f"{key} must be at least 1, not {value}")
+    heads = config.num_attention_heads
+    if heads % (getattr(config, "num_key_value_heads", None) or heads):
+        raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads")
+    if hasattr(config, "patch_size"):
+        for image, patch in zip(_pair(config.image_size), _pair(config.patch_size), strict=True):
+            if patch < 1 or image < patch or image % patch:
+                raise ValueError(f"patch_size {config.patch_size} does not divide image_size {config.image_size}")
+        if config.hidden_size % heads:
+            raise ValueError(f"hidden_size {config.hidden_size} is not a multiple of num_attention_heads {heads}")
     chosen = getattr(config, "num_experts_per_tok", None)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if chosen is not None and experts is not None and not 1 <= chosen <= experts:
         raise ValueError(f"num_experts_per_tok ({chosen}) must be between 1 and the number of experts ({experts})")
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    """Height and width, of which a config may give one number for both."""
+    return (size, size) if isinstance(size, int) else tuple(size)
 
 
 def install(model: Any, *, init: bool = True) -> list[str]:
@@ -154,11 +175,15 @@ def install(model: Any, *, init: bool = True) -> list[str]:
     norms = HostNorms(host, model.config.residual_norm)
     sublayers = host.sublayers(model.config)
     sites = stack_sites(len(stack), host.kinds(model.config))
+    rate = model.config.drop_path_rate
     dropped = []
     for index, block in enumerate(stack):
         here = sites[index * len(sublayers) : (index + 1) * len(sublayers)]
         removed = _install_block(block, scheme, norms, tuple(zip(sublayers, here, strict=True)))
         dropped += [f"{host.blocks}.{index}.{name}" for name in removed]
+        for placed in block.sublayers:
+            # From none in the first block to all of the rate in the last.
+            getattr(block, placed.residual).drop_path = rate * index / max(len(stack) - 1, 1)
         if init:
             _apply_gains(host, scheme, block, here)
     final = norms.ours(getattr(base, host.final_norm))
@@ -232,6 +257,7 @@ def _rewired_config(config: Any, scheme: Scheme) -> Any:
     rewired.__class__ = register_models(get_host(config.model_type))
     rewired.residual_scheme = scheme_to_dict(scheme)
     rewired.residual_norm = getattr(config, "residual_norm", None)
+    rewired.drop_path_rate = getattr(config, "drop_path_rate", 0.0)
     return rewired
 
 

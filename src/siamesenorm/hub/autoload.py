@@ -28,6 +28,8 @@ _HEADS = {
     "AutoModelForSequenceClassification": "ForSequenceClassification",
     "AutoModelForTokenClassification": "ForTokenClassification",
     "AutoModelForQuestionAnswering": "ForQuestionAnswering",
+    "AutoModelForImageClassification": "ForImageClassification",
+    "AutoModelForMaskedImageModeling": "ForMaskedImageModeling",
 }
 
 
@@ -95,10 +97,11 @@ def register_models(host: Host) -> type[Any]:
     config_class = residual_config(host.name)
     transformers.AutoConfig.register(host.residual_type, config_class, exist_ok=True)
     for auto_name, head in _HEADS.items():
-        name = host.causal_lm if head == "ForCausalLM" and host.causal_lm else host.prefix + head
-        model = getattr(host.module(), name, None)
-        if model is not None:
-            getattr(transformers, auto_name).register(config_class, residual_class(model), exist_ok=True)
+        made = tuple(residual_class(found) for found in host.classes_with(head))
+        if made:
+            # Of several classes with a head, transformers takes the one that the config's architectures name.
+            each = made if len(made) > 1 else made[0]
+            getattr(transformers, auto_name).register(config_class, each, exist_ok=True)
     return config_class
 
 

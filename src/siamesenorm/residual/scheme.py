@@ -84,11 +84,14 @@ class Sublayer(nn.Module, ABC):
         site: where the sublayer stands.
         gate: factor on the branch output; 1.0 but during a residual warm-up (see :meth:`Scheme.gate`). One that has
             been another number is a tensor from then on, so that compiled code takes the next value as it comes.
-        gates_itself: whether ``write`` multiplies by the gate. One that first normalises the branch output has to, as
-            a factor before a norm is lost.
+        drop_path: probability of stochastic depth (Huang et al., arXiv 1603.09382): in training, each sequence of the
+            batch loses this sublayer's branch output with it, for all streams at once, and the others' grows by 1/(1-p).
+        gates_itself: whether ``write`` calls :meth:`gated`. One that first normalises the branch output has to, as a
+            factor before a norm is lost.
     """
 
     gate: float | Tensor = 1.0
+    drop_path: float = 0.0
     gates_itself: ClassVar[bool] = False
 
     def __init__(self, site: Site) -> None:
@@ -104,7 +107,10 @@ class Sublayer(nn.Module, ABC):
         """The streams after the branch's output ``o`` (…, d) is folded in."""
 
     def gated(self, o: Tensor) -> Tensor:
-        """The branch output ``o`` under the gate, in its own dtype."""
+        """The branch output ``o`` (batch, …, d) under the gate and stochastic depth, in its own dtype."""
+        if self.drop_path and self.training:
+            kept = o.new_empty((len(o), *(1 for _ in o.shape[1:]))).bernoulli_(1 - self.drop_path)
+            o = o * (kept / (1 - self.drop_path))
         return o * self.gate if isinstance(self.gate, Tensor) or self.gate != 1.0 else o
 
     @abstractmethod
