@@ -28,8 +28,8 @@ def residual_config(name: str) -> type[Any]:
         {
             "__module__": __name__,
             "__doc__": (
-                f"{host_class.__name__} with a residual scheme, its norms' kind where it is not the host's, and the rate "
-                "of stochastic depth in the last block."
+                f"{host_class.__name__} with a residual scheme, its norms' kind where it is not the host's, and the "
+                "rate of stochastic depth in the last block."
             ),
             "__annotations__": {
                 "residual_scheme": dict | None,

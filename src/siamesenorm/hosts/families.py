@@ -92,7 +92,7 @@ class Host:
             block. A block need not have all of them.
         blocks: attribute of the base model that lists the blocks.
         final_norm: attribute of the base model that holds the final norm.
-        head: the head that a new model gets, as the class name's end: ``"ForCausalLM"`` or ``"ForImageClassification"``.
+        head: that of a new model, as the class name's end: ``"ForCausalLM"`` or ``"ForImageClassification"``.
         classes: class names by head, where they are not the prefix and the head; several where a head has variants.
         norm_offset: added to a norm's weight before it multiplies.
         norm_eps: the norms' eps, where the modules do not hold it.
@@ -139,7 +139,7 @@ class Host:
         sibling = self.modeling.replace(".modeling_", ".configuration_")
         return getattr(importlib.import_module(sibling), f"{self.prefix}Config")
 
-    def classes_with(self, head: str) -> tuple[type[Any], ...]:
+    def classes_with(self, head: str) -> tuple[Any, ...]:
         """The family's own classes with a head, the usual one first; none where it has no such head."""
         names = self.classes.get(head, (self.prefix + head,))
         return tuple(found for name in names if (found := getattr(self.module(), name, None)) is not None)

@@ -100,7 +100,7 @@ def register_models(host: Host) -> type[Any]:
         made = tuple(residual_class(found) for found in host.classes_with(head))
         if made:
             # Of several classes with a head, transformers takes the one that the config's architectures name.
-            each = made if len(made) > 1 else made[0]
+            each: Any = made if len(made) > 1 else made[0]
             getattr(transformers, auto_name).register(config_class, each, exist_ok=True)
     return config_class
 

@@ -85,7 +85,7 @@ class Sublayer(nn.Module, ABC):
         gate: factor on the branch output; 1.0 but during a residual warm-up (see :meth:`Scheme.gate`). One that has
             been another number is a tensor from then on, so that compiled code takes the next value as it comes.
         drop_path: probability of stochastic depth (Huang et al., arXiv 1603.09382): in training, each sequence of the
-            batch loses this sublayer's branch output with it, for all streams at once, and the others' grows by 1/(1-p).
+            batch loses this sublayer's output with it, for all streams at once, and the others' grows by 1/(1-p).
         gates_itself: whether ``write`` calls :meth:`gated`. One that first normalises the branch output has to, as a
             factor before a norm is lost.
     """
