@@ -23,13 +23,14 @@ from torch.nn import functional
 
 from siamesenorm.cli.options import split_arguments
 from siamesenorm.data import arrays as token_arrays
-from siamesenorm.training.build import build_model, device_of, scheme_of
+from siamesenorm.training.build import build_model
 from siamesenorm.training.display import Lines
 from siamesenorm.training.evaluate import Evaluation
 from siamesenorm.training.events import Step
 from siamesenorm.training.recipe_files import load
 from siamesenorm.training.run import RunLog, quiet_engine
 from siamesenorm.training.run_folder import RunFolder
+from siamesenorm.training.settings import device_of, scheme_of
 
 ROUNDS, STEPS = 8, 6
 
@@ -72,7 +73,8 @@ def main() -> None:
     recipe = replace(recipe, train=replace(recipe.train, steps=steps, checkpoint_every=10**9, validate_every=10**9))
     recipe = replace(recipe, schedule=replace(recipe.schedule, warmup_steps=min(recipe.schedule.warmup_steps, steps)))
     device = device_of(recipe)
-    arrays = token_arrays.prepare(recipe.data.source)
+    task = task_of(recipe)
+    arrays = task.load(ALONE)
 
     def bare_loop() -> Iterator[float]:
         model = build_model(recipe).to(device).train()
@@ -101,7 +103,7 @@ def main() -> None:
         engine.fit(
             model,
             scheme_of(recipe),
-            recipe,
+            task,
             arrays,
             folder=run.checkpoints,
             device=device,

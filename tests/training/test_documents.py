@@ -11,7 +11,7 @@ from siamesenorm import hosts
 from siamesenorm.data.prepare import Request, prepare
 from siamesenorm.residual import ConfigError
 from siamesenorm.training import run as runs
-from siamesenorm.training.build import build_model, check, document_mask
+from siamesenorm.training.build import build_model, check
 from siamesenorm.training.documents import DocumentMask
 from siamesenorm.training.evaluate import IGNORED, evaluate, held_out_sequences
 from siamesenorm.training.recipe_files import load

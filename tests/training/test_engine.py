@@ -8,28 +8,29 @@ from olmo_core.optim import CosWithWarmup
 
 from siamesenorm.hosts.configs import scheme_of as scheme_of_model
 from siamesenorm.residual import make_scheme
-from siamesenorm.training.build import build_model, check, parameter_counts, scheme_of
+from siamesenorm.training.build import build_model, check, parameter_counts
 from siamesenorm.training.cost import flops_per_token
 from siamesenorm.training.decay import undecayed
 from siamesenorm.training.documents import DocumentMask
-from siamesenorm.training.engine import CausalLMModule, _optimizer
+from siamesenorm.training.engine import EngineModule, _optimizer
 from siamesenorm.training.evaluate import evaluate, held_out_sequences
 from siamesenorm.training.events import NonFiniteError
 from siamesenorm.training.routers import RouterLoss
+from siamesenorm.training.settings import scheme_of
+from siamesenorm.training.tasks.text import TokenObjective
 
 CPU = torch.device("cpu")
 
 
-def module_for(model, micro_batch_size, lr=0.1, max_grad_norm=None, **options):
-    module = CausalLMModule(
+def module_for(model, micro_batch_size, lr=0.1, max_grad_norm=None, mask=None, routers=None, **options):
+    module = EngineModule(
         model,
         scheme_of_model(model.config),
+        TokenObjective(model, CPU, mask=mask, routers=routers),
         torch.optim.SGD(model.parameters(), lr=lr),
         CosWithWarmup(warmup=0),
         micro_batch_size=micro_batch_size,
-        sequence_length=16,
         max_grad_norm=max_grad_norm,
-        autocast=None,
         seed=0,
         device=CPU,
         **options,

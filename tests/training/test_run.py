@@ -240,16 +240,16 @@ def test_a_diverging_run_stops_before_the_step_and_says_so(tiny, tmp_path):
 
 
 def test_the_scheme_does_not_change_the_data_order(tiny, tmp_path, monkeypatch):
-    from siamesenorm.training.engine import CausalLMModule
+    from siamesenorm.training.engine import EngineModule
 
-    seen, forward = [], CausalLMModule.train_batch
+    seen, forward = [], EngineModule.train_batch
 
     def spy(self, batch, dry_run=False):
         if not dry_run:
             seen[-1].append(batch["input_ids"].clone())
         forward(self, batch, dry_run)
 
-    monkeypatch.setattr(CausalLMModule, "train_batch", spy)
+    monkeypatch.setattr(EngineModule, "train_batch", spy)
     for overrides in ([], ["model.scheme=pre"], ["seed=1"]):
         seen.append([])
         train(tiny(*overrides), tmp_path / "-".join(["run", *overrides]), Watcher())

@@ -74,16 +74,16 @@ def test_a_full_disk_ends_the_run_in_words_and_what_is_there_loads(tiny, tmp_pat
 
 
 def test_skipped_steps_are_written_down_and_resumed(tiny, tmp_path, monkeypatch):
-    from siamesenorm.training.engine import CausalLMModule
+    from siamesenorm.training.engine import EngineModule
 
-    step_of = CausalLMModule.optim_step
+    step_of = EngineModule.optim_step
 
     def spoil(self):
         if self.trainer.global_step in (3, 6):
             self._batch_losses[0] = float("inf")
         step_of(self)
 
-    monkeypatch.setattr(CausalLMModule, "optim_step", spoil)
+    monkeypatch.setattr(EngineModule, "optim_step", spoil)
     recipe = tiny("train.skip_nonfinite=1")
     watcher = Watcher()
     summary = train(recipe, tmp_path / "unbroken", watcher).summary

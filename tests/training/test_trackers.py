@@ -58,7 +58,7 @@ def fail(message: str) -> None:
 
 def test_tensorboard_shows_every_figure(tmp_path):
     trackers = Trackers({"TensorBoard": TensorBoard(tmp_path)}, fail)
-    steps = [step(1), step(2, validation=1.5, router_loss=0.25), step(3, loss=math.inf, skipped=True)]
+    steps = [step(1), step(2, validation=1.5, parts={"router_loss": 0.25}), step(3, loss=math.inf, skipped=True)]
     session(trackers, 0, steps, {"val_loss": 1.5})
     assert scalars(tmp_path) == {
         "train/loss": {1: [2.0], 2: [2.0], 3: [math.inf]},

@@ -21,13 +21,13 @@ def gates(model):
 @pytest.fixture
 def seen(monkeypatch):
     """The gates at each forward of the train module, with the trainer's step; -1 for a trial batch."""
-    found, plain = [], engine.CausalLMModule.train_batch
+    found, plain = [], engine.EngineModule.train_batch
 
     def watched(self, batch, dry_run=False):
         plain(self, batch, dry_run)
         found.append((-1 if dry_run else self.trainer.global_step, gates(self.model)))
 
-    monkeypatch.setattr(engine.CausalLMModule, "train_batch", watched)
+    monkeypatch.setattr(engine.EngineModule, "train_batch", watched)
     return found
 
 

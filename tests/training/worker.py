@@ -16,7 +16,7 @@ import torch.distributed as dist
 from siamesenorm.cli import leave
 from siamesenorm.data import arrays
 from siamesenorm.residual import ConfigError
-from siamesenorm.training.engine import CausalLMModule
+from siamesenorm.training.engine import EngineModule
 from siamesenorm.training.recipe_files import load
 from siamesenorm.training.run import train
 from tests.training.tiny import Watcher
@@ -28,7 +28,7 @@ def main(folder: Path) -> None:
     arrays.prepare = lambda source="python-stdlib": prepare(source, cache=cache, root=root)
     dist.init_process_group("gloo")
     rank, results = dist.get_rank(), []
-    step_of = CausalLMModule.optim_step
+    step_of = EngineModule.optim_step
     for job in json.loads((folder / "jobs.json").read_text()):
 
         def step(self, job=job):
@@ -36,7 +36,7 @@ def main(folder: Path) -> None:
             if self.trainer.global_step == job.get("at") and rank == job.get("on", 1):
                 os.kill(os.getpid(), getattr(signal, job["signal"]))
 
-        CausalLMModule.optim_step = step
+        EngineModule.optim_step = step
         watcher = Watcher()
         try:
             result = train(load(str(folder / "tiny.yaml"), job["overrides"]), folder / job["out"], watcher)

@@ -28,10 +28,11 @@ def evaluate(
     from siamesenorm.data import corpus
     from siamesenorm.data.tokenizer import fingerprint
     from siamesenorm.residual import ConfigError
-    from siamesenorm.training.build import autocast_of, check_length, check_vocabulary, positions_of
     from siamesenorm.training.documents import DocumentMask
     from siamesenorm.training.evaluate import evaluate as measure
     from siamesenorm.training.evaluate import held_out_sequences
+    from siamesenorm.training.limits import check_length, check_vocabulary, positions_of
+    from siamesenorm.training.settings import autocast_of
 
     path, recipe = model_and_recipe(model_or_run)
     model, tokenizer = load(path)

@@ -167,7 +167,7 @@ def _from_folder(path: Path, overrides: list[str]) -> _Subject:
 
     from siamesenorm.hosts import rewire, scheme_of
     from siamesenorm.residual import ConfigError, one_line
-    from siamesenorm.training.build import positions_of
+    from siamesenorm.training.limits import positions_of
 
     if overrides:
         raise ConfigError(f"'{overrides[0]}' changes a recipe's values; the model in {path} is as it is")

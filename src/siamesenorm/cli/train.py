@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -67,26 +67,29 @@ def train(
 
 
 def _report(result: Result) -> None:
+    from siamesenorm.training.tasks import task_of
+
     summary, folder = result.summary, result.folder
+    task = task_of(folder.recipe())
     if result.status == "already finished":
         print(f"this run has already finished; --out names a folder for another one ({folder.path} holds it)\n")
     elif result.status == "diverged":
         print(f"diverged at step {summary['diverged_at_step']}")
-    print(f"validation loss  {_number(summary['val_loss'])} nats per token over {summary['val_tokens'] or 0:,} tokens")
-    print(f"perplexity       {_number(summary['val_ppl'])}")
-    print(f"bits per byte    {_number(summary['bits_per_byte'])}")
-    print(f"corpus           {summary['corpus']}, sha256 {summary['corpus_sha256']}")
+    for label, text in task.report(summary):
+        print(f"{label:16} {text}")
     options = "".join(f" {key}={value}" for key, value in summary["scheme_options"].items())
     print(f"model            {summary['host']} with {summary['scheme']}{options}, {summary['params']:,} parameters")
-    speed = summary["tokens_per_second"]
+    unit = "images" if "images" in summary else "tokens"
+    speed = summary[f"{unit}_per_second"]
     if speed:
-        print(f"training         {summary['tokens']:,} tokens in {summary['seconds']:.0f} s, {speed:,.0f} tokens/s")
+        print(f"training         {summary[unit]:,} {unit} in {summary['seconds']:.0f} s, {speed:,.0f} {unit}/s")
     if summary.get("sample"):
         print(f"\nsample\n------\n{summary['sample']}\n------")
     print(f"\nin {folder.path}/")
     entries = {
         folder.model: "the model, for from_pretrained",
         folder.summary: "these figures",
+        **{folder.path / name: what for name, what in task.files().items()},
         folder.metrics: "every step's figures",
         folder.loss_plot: "the loss over steps",
         folder.config: "the recipe as it was run",
@@ -96,8 +99,4 @@ def _report(result: Result) -> None:
         if path.exists():
             print(f"  {path.name + ('/' if path.is_dir() else ''):15} {what}")
     if folder.model.is_dir():
-        print(f'\nnext: siamesenorm generate {folder.path} --prompt "def "')
-
-
-def _number(value: Any) -> str:
-    return "none" if value is None else f"{value:.4f}"
+        print(f"\nnext: {task.next_command(folder.path)}")

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import PreTrainedModel
+
+from siamesenorm.training.example import forward_inputs
 
 FORMULA = (
     "training counts three times the forward pass (the backward pass is two more); forward counts 2 per multiply-add "
@@ -100,13 +101,13 @@ def experts_of(model: nn.Module) -> list[nn.Parameter]:
     ]
 
 
-def expert_counts(model: PreTrainedModel) -> tuple[int, int] | None:
+def expert_counts(model: Any) -> tuple[int, int] | None:
     """How many experts a token passes through in a sublayer, and of how many; None for a dense model."""
     experts = experts_of(model)
     return (int(model.config.num_experts_per_tok), len(experts[0])) if experts else None
 
 
-def active_parameters(model: PreTrainedModel) -> int:
+def active_parameters(model: Any) -> int:
     """The parameters that a token passes through: all but the experts that it is not sent to."""
     total = sum(parameter.numel() for parameter in model.parameters())
     counts = expert_counts(model)
@@ -117,7 +118,7 @@ def active_parameters(model: PreTrainedModel) -> int:
 
 
 @contextmanager
-def balanced_experts(model: PreTrainedModel) -> Iterator[None]:
+def balanced_experts(model: Any) -> Iterator[None]:
     """Lets a mixture of experts run without data.
 
     Which expert a token goes to is a value, so a loop over the experts needs data. The grouped product, which a mixture
@@ -180,19 +181,17 @@ class _Elementwise(TorchDispatchMode):
         return out
 
 
-def flops_per_token(model: PreTrainedModel, sequence_length: int) -> Flops:
-    """Operations per token of one forward pass over a sequence.
+def flops_per_token(model: Any, length: int | None = None) -> Flops:
+    """Operations per token of one forward pass.
 
     Args:
         model: on the meta device, so that nothing is computed.
-        sequence_length: in tokens; attention's share grows with it.
+        length: of a sequence, in tokens; attention's share grows with it. An image is as many as its model makes of it.
     """
     run: Callable[..., Any] = model.eval()
     products = FlopCounterMode(display=False, custom_mapping={_GROUPED: _grouped_flops})
-    ids = torch.zeros((1, sequence_length), dtype=torch.long, device="meta")
-    # A finished mask goes through as it is; without one, transformers asks the tokens' positions for their values.
-    mask = torch.ones((1, 1, sequence_length, sequence_length), dtype=torch.bool, device="meta")
     elementwise = _Elementwise(products.flop_registry)
+    inputs, tokens = forward_inputs(model, length=length)
     with torch.no_grad(), balanced_experts(model), products, elementwise:
-        run(input_ids=ids, attention_mask=mask, use_cache=False)
-    return Flops(products.get_total_flops() / sequence_length, elementwise.total / sequence_length)
+        run(**inputs)
+    return Flops(products.get_total_flops() / tokens, elementwise.total / tokens)

@@ -48,7 +48,7 @@ class Silent:
 
 
 class _Pace:
-    """Tokens per second and seconds left, over this session's steps."""
+    """Tokens or images per second and seconds left, over this session's steps."""
 
     def __init__(self) -> None:
         self.first: Step | None = None
@@ -60,7 +60,7 @@ class _Pace:
         if elapsed <= 0:
             return None, None
         left = (total - step.step) * elapsed / (step.step - self.first.step)
-        return (step.tokens - self.first.tokens) / elapsed, left
+        return (step.seen[0] - self.first.seen[0]) / elapsed, left
 
 
 class Lines:
@@ -91,9 +91,9 @@ class Lines:
             return
         parts = [f"step {step.step}/{self.total}", f"loss {step.loss:.4f}", f"lr {step.lr:.2e}"]
         if rate is not None and left is not None:
-            parts += [f"{rate:,.0f} tokens/s", f"{clock(left)} left"]
+            parts += [f"{rate:,.0f} {step.seen[1]}/s", f"{clock(left)} left"]
         if step.validation is not None:
-            parts.append(f"validation loss {step.validation.loss:.4f}")
+            parts.append(_validation(step))
         self.note("  ".join(parts))
 
     def end(self) -> None:
@@ -113,7 +113,7 @@ class Bar:
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}"),
-            TextColumn("{task.fields[rate]} tokens/s"),
+            TextColumn("{task.fields[rate]}"),
             TextColumn("{task.fields[left]} left"),
             console=self._console,
         )
@@ -144,15 +144,22 @@ class Bar:
             self._task,
             completed=step.step,
             loss=f"{step.loss:.4f}",
-            rate="-" if rate is None else f"{rate:,.0f}",
+            rate="-" if rate is None else f"{rate:,.0f} {step.seen[1]}/s",
             left="-" if left is None else clock(left),
         )
         if step.validation is not None:
-            self.note(f"step {step.step}: validation loss {step.validation.loss:.4f}")
+            self.note(f"step {step.step}: {_validation(step)}")
 
     def end(self) -> None:
         """Take the bar down."""
         self._progress.stop()
+
+
+def _validation(step: Step) -> str:
+    assert step.validation is not None
+    text = f"validation loss {step.validation.loss:.4f}"
+    accuracy = step.validation.figures().get("val_accuracy")
+    return text if accuracy is None else f"{text}, accuracy {accuracy:.2%}"
 
 
 def for_terminal(every: int) -> Display:

@@ -1,7 +1,8 @@
 """The one place where the training engine (ai2-olmo-core) is met.
 
-The engine brings the loop, the checkpoints, the data loader, the schedule and the optimiser. What is added here is a
-train module for any causal language model of transformers, and a callback that hands each step's numbers on.
+The engine brings the loop, the checkpoints, the data loader of token arrays, the schedule and the optimiser. What is
+added here is a train module that takes what it minimises from a task, a data loader for images, and a callback that
+hands each step's numbers on.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.distributed.checkpoint.state_dict as dcp
-from olmo_core.data import DataCollator, NumpyFSLDataLoader, NumpyFSLDataset
-from olmo_core.data.utils import get_labels, split_batch
+from olmo_core.data import DataCollator, DataLoaderBase, NumpyFSLDataLoader, NumpyFSLDataset
+from olmo_core.data.utils import get_labels
 from olmo_core.optim import AdamWConfig, CosWithWarmup, OptimGroupOverride
 from olmo_core.train import Duration, LoadStrategy, Trainer, TrainerConfig
 from olmo_core.train.callbacks import Callback, CheckpointerCallback
@@ -31,20 +32,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel
+from torch.utils.data import DataLoader
 
 from siamesenorm import hosts
-from siamesenorm.data.shards import TokenArrays
 from siamesenorm.residual import ConfigError, Scheme, Sublayer, one_line, set_step
 from siamesenorm.training import checkpoints, overflow, parallel
-from siamesenorm.training.build import autocast_of, document_mask
+from siamesenorm.training.average import WeightAverage
+from siamesenorm.training.build import checkpoint_activations
 from siamesenorm.training.decay import undecayed
-from siamesenorm.training.documents import DocumentMask
-from siamesenorm.training.evaluate import IGNORED, Evaluation, summed_loss
+from siamesenorm.training.evaluate import IGNORED
 from siamesenorm.training.events import Listener, NonFiniteError, SaveError, Step
 from siamesenorm.training.processes import ALONE, Processes
 from siamesenorm.training.recipe import Recipe, digest
-from siamesenorm.training.routers import RouterLoss
+from siamesenorm.training.tasks import Batch, Batches, Evaluation, Objective, Task
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,16 @@ class Outcome:
     """How `fit` ended; ``interrupted`` where a signal stopped it before the last step."""
 
     step: int
-    tokens: int
     seconds: float
     interrupted: bool
     validation: Evaluation | None
 
 
-class CausalLMModule(TrainModule):
-    """Any causal language model of transformers, as the engine drives it.
+class EngineModule(TrainModule):
+    """A model and what a task minimises, as the engine drives them.
 
-    The loss is the sum of the cross-entropy over a whole batch, all micro-batches and processes, divided by the number
-    of tokens that count in all of them, so that no split of the batch changes it. A mixture of experts adds the mean of
-    its routers' loss over the batch's sequences.
+    Each part of what is minimised is summed over a whole batch, all micro-batches and processes, and divided by the
+    number of what counts in all of them, so that no split of the batch changes it.
 
     A residual warm-up follows the trainer's step, which is restored with a checkpoint. Its gates stay as the last step
     left them, so a validation in between measures the model as it is being trained.
@@ -71,26 +69,25 @@ class CausalLMModule(TrainModule):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: Any,
         scheme: Scheme,
+        objective: Objective,
         optim: torch.optim.Optimizer,
         scheduler: CosWithWarmup,
         *,
         micro_batch_size: int,
-        sequence_length: int,
         max_grad_norm: float | None,
-        autocast: torch.dtype | None,
         seed: int,
         device: torch.device,
         compile: bool = False,
-        mask: DocumentMask | None = None,
-        routers: RouterLoss | None = None,
+        average: WeightAverage | None = None,
         skip_nonfinite: int = 0,
         processes: Processes = ALONE,
     ) -> None:
         super().__init__()
         self.model = model
         self.scheme = scheme
+        self.objective = objective
         # The compiled and the replicated form share the parameters; state dictionaries see the plain model.
         self._forward: Any = model
         if compile and isinstance(model, FSDPModule):
@@ -107,28 +104,25 @@ class CausalLMModule(TrainModule):
         self.optim = optim
         self.scheduler = scheduler
         self.micro_batch_size = micro_batch_size
-        self.sequence_length = sequence_length
         self.max_grad_norm = max_grad_norm
-        self.autocast = autocast
         self.seed = seed
         self.device = device
-        self.mask = mask
-        self.routers = routers
+        self.average = average
         self.skip_nonfinite = skip_nonfinite
         self.processes = processes
         self.loss = float("nan")
-        self.router_loss: float | None = None
+        self.parts: dict[str, float] = {}
         self.grad_norm = float("nan")
         self.lr = 0.0
         self.skipped = False
         self.skipped_in_a_row = 0
-        self._batch: dict[str, Any] = {}
-        self._batch_losses = torch.zeros(2, device=device)
+        self._batch: Batch = {}
+        self._batch_losses = torch.zeros(len(objective.names), device=device)
 
     @property
     def eval_batch_spec(self) -> EvalBatchSpec:
-        """How the engine's own evaluators should cut their batches."""
-        return EvalBatchSpec(self.micro_batch_size, EvalBatchSizeUnit.instances, self.sequence_length)
+        """How the engine's own evaluators, which are not used, should cut their batches."""
+        return EvalBatchSpec(self.micro_batch_size, EvalBatchSizeUnit.instances)
 
     def state_dict(self, *, optim: bool | None = None) -> dict[str, Any]:
         """Model and optimiser state by parameter name, so that it does not depend on the number of processes."""
@@ -136,6 +130,8 @@ class CausalLMModule(TrainModule):
         state: dict[str, Any] = {"model": dcp.get_model_state_dict(self.model, options=options)}
         if optim is not False:
             state["optim"] = dcp.get_optimizer_state_dict(self.model, self.optim, options=options)
+            if self.average is not None:
+                state["average"] = dict(self.average.weights)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -144,39 +140,39 @@ class CausalLMModule(TrainModule):
         dcp.set_model_state_dict(self.model, state_dict["model"], options=options)
         if "optim" in state_dict:
             dcp.set_optimizer_state_dict(self.model, self.optim, state_dict["optim"], options=options)
+        if self.average is not None and "average" in state_dict:
+            self.average.load(state_dict["average"])
 
     def train_batch(self, batch: dict[str, Any], dry_run: bool = False) -> None:
         """Forward and backward over one process's share of a batch, micro-batch by micro-batch.
 
         Args:
-            batch: ``input_ids`` (batch, seq), with masks as the engine's collator makes them, or with ``labels``
-                already aligned to the logits.
+            batch: as the data loader gives it; of tokens, with masks as the engine's collator makes them, or with
+                ``labels`` already aligned to the logits.
             dry_run: nothing of it is recorded.
         """
         self.model.train()
         set_step(self.model, self.scheme, max(self.trainer.global_step, 1))
         # The engine restores the generators before it draws its trial batch and opens the data, so after a resume they
         # would have moved on. A seed that only the step decides makes dropout the same in a broken and unbroken run.
-        torch.manual_seed(_step_seed(self.seed, 0 if dry_run else self.trainer.global_step, self.processes.rank))
+        self._seed(0 if dry_run else self.trainer.global_step)
         batch = move_to_device(batch, self.device)
-        if "labels" not in batch:
+        if "input_ids" in batch and "labels" not in batch:
             batch["labels"] = get_labels(batch, label_ignore_index=IGNORED)
-        if self.mask is not None:
-            batch["labels"] = self.mask.labels(batch["input_ids"], batch["labels"])
-        labels = batch["labels"]
-        totals = torch.stack([(labels != IGNORED).sum(), torch.tensor(len(labels), device=self.device)])
+        objective = self.objective
+        batch = objective.prepare(batch)
         # Where nothing counts anywhere, the summed loss is zero and so must be the mean.
-        counted, sequences = self.processes.sum(totals).clamp(min=1)
-        losses = torch.zeros(2, device=self.device)
-        micro_batches = split_batch(batch, self.micro_batch_size)
+        counts = self.processes.sum(objective.counts(batch)).clamp(min=1)
+        losses = torch.zeros(len(objective.names), device=self.device)
+        micro_batches = _cut(batch, self.micro_batch_size)
         for index, micro_batch in enumerate(micro_batches):
             with self._gradients_in_step(last=index == len(micro_batches) - 1):
-                logits, router_logits = self._run(self._forward, micro_batch)
-                parts = [summed_loss(logits, micro_batch["labels"]) / counted, torch.zeros((), device=self.device)]
+                parts = [
+                    part / count for part, count in zip(objective.sums(self._forward, micro_batch), counts, strict=True)
+                ]
                 loss = parts[0]
-                if self.routers is not None:
-                    parts[1] = self.routers(router_logits, len(logits)) / sequences
-                    loss = loss + self.routers.weight * parts[1]
+                for weight, part in zip(objective.weights[1:], parts[1:], strict=True):
+                    loss = loss + weight * part
                 # Processes average their gradients, and what is wanted is their sum.
                 (loss * self.processes.count).backward()
             losses += torch.stack([part.detach() for part in parts])
@@ -184,17 +180,11 @@ class CausalLMModule(TrainModule):
             self._batch = batch
             self._batch_losses = self.processes.sum(losses)
 
-    def _run(self, forward: Callable[..., Any], micro_batch: dict[str, Any]) -> tuple[Tensor, Any]:
-        """Logits (batch, seq, vocab) and what the routers say, ``None`` without routers."""
-        ids = micro_batch["input_ids"]
-        inputs: dict[str, Any] = {"attention_mask": micro_batch.get("attention_mask")}
-        if self.mask is not None:
-            inputs = self.mask.inputs(self.model, ids)
-        listening = contextlib.nullcontext() if self.routers is None else self.routers.listening(self.model)
-        autocast = torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None)
-        with listening, autocast:
-            out = forward(input_ids=ids, use_cache=False, **inputs)
-        return out.logits, None if self.routers is None else out.router_logits
+    def _seed(self, step: int) -> None:
+        seed = _step_seed(self.seed, step, self.processes.rank)
+        torch.manual_seed(seed)
+        # timm mixes images by numpy's generator.
+        np.random.seed(seed % 2**32)
 
     @contextlib.contextmanager
     def _gradients_in_step(self, *, last: bool) -> Iterator[None]:
@@ -206,14 +196,9 @@ class CausalLMModule(TrainModule):
         else:
             yield
 
-    def eval_batch(self, batch: dict[str, Any], labels: Tensor | None = None) -> Tensor:
-        """Logits (batch, seq, vocab) without gradient; `labels` are the caller's to compare."""
-        del labels
-        self.model.eval()
-        with torch.no_grad(), torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
-            logits = self.model(input_ids=move_to_device(batch["input_ids"], self.device), use_cache=False).logits
-        assert isinstance(logits, Tensor)
-        return logits
+    def eval_batch(self, batch: dict[str, Any], labels: Any = None) -> Any:
+        """For the engine's own evaluators, of which there are none: tasks validate themselves."""
+        raise NotImplementedError
 
     def optim_step(self) -> None:
         """Clip and step, or skip the step where a number is not finite and that is allowed.
@@ -226,8 +211,8 @@ class CausalLMModule(TrainModule):
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         numbers = torch.stack([*self._batch_losses, norm.to(self._batch_losses.dtype)])
-        self.loss, router_loss, self.grad_norm = numbers.tolist()
-        self.router_loss = None if self.routers is None else router_loss
+        self.loss, *parts, self.grad_norm = numbers.tolist()
+        self.parts = dict(zip(self.objective.names[1:], parts, strict=True))
         for group in self.optim.param_groups:
             self.lr = float(self.scheduler.set_lr(group, self.trainer))
         self.skipped = not bool(torch.isfinite(numbers).all())
@@ -240,6 +225,8 @@ class CausalLMModule(TrainModule):
         if self.max_grad_norm is not None:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), self.max_grad_norm, norm)
         self.optim.step()
+        if self.average is not None:
+            self.average.update(self.trainer.global_step)
         self.record_ce_loss(self.loss)
         self.record_metric("total grad norm", self.grad_norm, namespace="optim")
         self.record_metric("LR", self.lr, namespace="optim")
@@ -249,10 +236,10 @@ class CausalLMModule(TrainModule):
         found = overflow.first_in_gradients(self.model)
 
         def forward() -> None:
-            torch.manual_seed(_step_seed(self.seed, self.trainer.global_step, self.processes.rank))
+            self._seed(self.trainer.global_step)
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                for micro_batch in split_batch(self._batch, self.micro_batch_size):
-                    self._run(self.model, micro_batch)
+                for micro_batch in _cut(self._batch, self.micro_batch_size):
+                    self.objective.sums(self.model, micro_batch)
 
         in_streams = self.processes.smallest(overflow.first_in_streams(self.model, forward))
         if in_streams != overflow.NOWHERE:
@@ -294,14 +281,15 @@ class Recorder(Callback):
     validate: Callable[[], Evaluation]
     validate_every: int
     run: str
+    tokens_per_image: int | None = None
     last_validation: Evaluation | None = None
     seconds: float = 0.0
     _started: float = field(default=0.0, repr=False)
 
     @property
-    def _module(self) -> CausalLMModule:
+    def _module(self) -> EngineModule:
         module = self.trainer.train_module
-        assert isinstance(module, CausalLMModule)
+        assert isinstance(module, EngineModule)
         return module
 
     def pre_load_batch(self) -> None:
@@ -314,16 +302,18 @@ class Recorder(Callback):
         module = self._module
         due = self.step % self.validate_every == 0 or self.step == self.trainer.max_steps
         self.last_validation = self.validate() if due else None
+        seen = self.trainer.global_train_tokens_seen
         self.listener.step(
             Step(
                 step=self.step,
                 loss=module.loss,
                 lr=module.lr,
                 grad_norm=module.grad_norm,
-                tokens=self.trainer.global_train_tokens_seen,
+                tokens=seen * (self.tokens_per_image or 1),
+                images=None if self.tokens_per_image is None else seen,
                 seconds=self.seconds,
                 validation=self.last_validation,
-                router_loss=module.router_loss,
+                parts=module.parts,
                 skipped=module.skipped,
             )
         )
@@ -361,10 +351,10 @@ class Saver(CheckpointerCallback):
 
 
 def fit(
-    model: PreTrainedModel,
+    model: Any,
     scheme: Scheme,
-    recipe: Recipe,
-    arrays: TokenArrays,
+    task: Task[Any, Any],
+    data: Any,
     *,
     folder: Path,
     device: torch.device,
@@ -372,19 +362,20 @@ def fit(
     validate: Callable[[], Evaluation],
     processes: Processes = ALONE,
 ) -> Outcome:
-    """Train `model` in place by `recipe`, from the newest whole checkpoint in `folder` where there is one.
+    """Train `model` in place by the task's recipe, from the newest whole checkpoint in `folder` where there is one.
 
-    SIGINT and SIGTERM save a checkpoint after the running step and end the training.
+    SIGINT and SIGTERM save a checkpoint after the running step and end the training. A run that averages its weights
+    leaves the model with the average.
 
     Args:
         model: freshly initialised, on `device`, as `parallel.place` gives it.
         scheme: the model's, for what it exempts from weight decay and for its residual warm-up.
-        recipe: already checked against `arrays`.
-        arrays: the tokens.
+        task: its recipe is already checked against `data`.
+        data: the task's.
         folder: where checkpoints are kept; the run's own, since loading one executes what it holds.
         device: where to train.
         listener: told of every step, on this process.
-        validate: measures the validation loss of the model as it is.
+        validate: measures the model as it is.
         processes: those that train together, all calling this.
 
     Raises:
@@ -392,12 +383,23 @@ def fit(
         SaveError: where a checkpoint cannot be written.
         ConfigError: where no checkpoint of a run that has some can be loaded.
     """
+    recipe = task.recipe
     run = digest(recipe)
-    module = _module(model, scheme, recipe, device, processes)
-    dataset = _dataset(recipe, arrays, folder / "order")
-    processes.first(lambda: _make_room(dataset))
-    loader = _data_loader(recipe, dataset, device, processes)
-    recorder = Recorder(listener=listener, validate=validate, validate_every=recipe.train.validate_every, run=run)
+    module = _module(model, scheme, task, data, device, processes)
+    average = module.average
+
+    def validate_average() -> Evaluation:
+        with contextlib.nullcontext() if average is None else average.applied():
+            return validate()
+
+    recorder = Recorder(
+        listener=listener,
+        validate=validate_average,
+        validate_every=recipe.train.validate_every,
+        run=run,
+        tokens_per_image=task.example(model, 1, "meta")[1] if task.counts_images else None,
+    )
+    loader = _data_loader(task, data, folder / "order", device, processes)
     trainer = _trainer(module, loader, recipe, recorder, folder, device)
     listener.resumed(_load_newest(trainer, folder, run, listener, processes))
     # Where no step is left to do, no batch sets the gates of a residual warm-up.
@@ -407,16 +409,17 @@ def fit(
     # The engine removes a checkpoint that has become one too many at the step after, which the last step has not.
     for path in _checkpointer(trainer)._checkpoints_to_remove if processes.is_first else ():
         shutil.rmtree(path, ignore_errors=True)
+    if average is not None:
+        average.apply()
     return Outcome(
         step=trainer.global_step,
-        tokens=trainer.global_train_tokens_seen,
         seconds=recorder.seconds,
         interrupted=trainer.global_step < recipe.train.steps,
         validation=recorder.last_validation,
     )
 
 
-def _warn_of_gates(model: PreTrainedModel, scheme: Scheme, steps: int, listener: Listener) -> None:
+def _warn_of_gates(model: Any, scheme: Scheme, steps: int, listener: Listener) -> None:
     """Warn where a residual warm-up outlasts the run."""
     sites = (module.site for module in model.modules() if isinstance(module, Sublayer))
     if any(scheme.gate(site, steps) != 1.0 for site in sites):
@@ -427,34 +430,33 @@ def _warn_of_gates(model: PreTrainedModel, scheme: Scheme, steps: int, listener:
 
 
 def _module(
-    model: PreTrainedModel, scheme: Scheme, recipe: Recipe, device: torch.device, processes: Processes
-) -> CausalLMModule:
+    model: Any, scheme: Scheme, task: Task[Any, Any], data: Any, device: torch.device, processes: Processes
+) -> EngineModule:
     """What the engine drives."""
+    recipe = task.recipe
     train = recipe.train
     if train.activation_checkpointing:
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    return CausalLMModule(
+        checkpoint_activations(model)
+    return EngineModule(
         model,
         scheme,
+        task.objective(model, data, device),
         _optimizer(model, scheme, recipe),
         CosWithWarmup(warmup=recipe.schedule.warmup_steps, alpha_f=recipe.schedule.final_fraction),
         micro_batch_size=parallel.micro_batch_size(recipe, processes.count),
-        sequence_length=recipe.data.sequence_length,
         max_grad_norm=train.max_grad_norm,
-        autocast=autocast_of(recipe),
         seed=recipe.seed,
         device=device,
         compile=train.compile,
-        mask=document_mask(recipe),
-        routers=RouterLoss.of(model, train.router_loss),
+        average=None if train.ema_decay is None else WeightAverage(model, train.ema_decay),
         skip_nonfinite=train.skip_nonfinite,
         processes=processes,
     )
 
 
 def _trainer(
-    module: CausalLMModule,
-    loader: NumpyFSLDataLoader,
+    module: EngineModule,
+    loader: DataLoaderBase,
     recipe: Recipe,
     recorder: Recorder,
     folder: Path,
@@ -488,7 +490,7 @@ def _trainer(
     return config.build(module, loader)
 
 
-def _optimizer(model: PreTrainedModel, scheme: Scheme, recipe: Recipe) -> torch.optim.Optimizer:
+def _optimizer(model: Any, scheme: Scheme, recipe: Recipe) -> torch.optim.Optimizer:
     optim = recipe.optim
     exempt = undecayed(model, scheme, optim)
     return AdamWConfig(
@@ -502,18 +504,115 @@ def _optimizer(model: PreTrainedModel, scheme: Scheme, recipe: Recipe) -> torch.
     ).build(model)
 
 
-def _dataset(recipe: Recipe, arrays: TokenArrays, work_dir: Path) -> NumpyFSLDataset:
+def _data_loader(
+    task: Task[Any, Any], data: Any, order: Path, device: torch.device, processes: Processes
+) -> DataLoaderBase:
+    """The batches of a task's data, in an order that the recipe's seed decides."""
+    recipe, batches = task.recipe, task.batches(data)
+    if batches is not None:
+        return ImageLoader(batches, recipe.train.batch_size, recipe.seed, order, processes)
     dataset = NumpyFSLDataset(
-        *map(str, arrays.train_paths),
+        *map(str, data.train_paths),
         sequence_length=recipe.data.sequence_length,
-        pad_token_id=arrays.vocabulary.pad_id,
-        eos_token_id=arrays.vocabulary.eos_id,
-        vocab_size=arrays.vocabulary.size,
-        dtype=arrays.vocabulary.dtype,
+        pad_token_id=data.vocabulary.pad_id,
+        eos_token_id=data.vocabulary.eos_id,
+        vocab_size=data.vocabulary.size,
+        dtype=data.vocabulary.dtype,
     )
-    dataset.work_dir = work_dir
+    dataset.work_dir = order
     dataset.prepare()
-    return dataset
+    processes.first(lambda: _make_room(dataset))
+    return NumpyFSLDataLoader(
+        dataset,
+        collator=DataCollator(pad_token_id=dataset.pad_token_id),
+        global_batch_size=recipe.train.batch_size * recipe.data.sequence_length,
+        work_dir=dataset.work_dir,
+        seed=recipe.seed,
+        # Reading a memory map is quicker than handing it between threads on the cores that train.
+        num_threads=0 if device.type == "cpu" else None,
+        target_device_type=device.type,
+        dp_world_size=processes.count,
+        dp_rank=processes.rank,
+    )
+
+
+class ImageLoader(DataLoaderBase):
+    """Images in an order of its own each epoch; what is left over at an epoch's end is left out.
+
+    The engine counts images where it speaks of tokens. A batch depends on the seed, the epoch and its number alone, so
+    a resumed run sees what an unbroken one would, on any number of processes.
+    """
+
+    def __init__(self, data: Batches, batch_size: int, seed: int, work_dir: Path, processes: Processes) -> None:
+        super().__init__(
+            work_dir=work_dir,
+            global_batch_size=batch_size,
+            dp_world_size=processes.count,
+            dp_rank=processes.rank,
+        )
+        self.data = data
+        self.seed = seed
+        self._epoch: int | None = None
+
+    @property
+    def total_batches(self) -> int:
+        """Whole batches in an epoch."""
+        return len(self.data) // self.global_batch_size
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the epoch is."""
+        return {"batches_processed": self.batches_processed, "epoch": self._epoch, "data": self.data.sha256}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What `state_dict` gave."""
+        self.batches_processed = state_dict["batches_processed"]
+        self._epoch = state_dict["epoch"] or self._epoch
+
+    def reshuffle(self, epoch: int | None = None, **kwargs: Any) -> None:
+        """Take another order for an epoch."""
+        del kwargs
+        self._epoch = epoch or (self._epoch or 0) + 1
+
+    def _iter_batches(self) -> Iterator[dict[str, Any]]:
+        order = torch.randperm(len(self.data), generator=_generator(self.seed, self.epoch, -1)).numpy()
+        rest = range(self.batches_processed, self.total_batches)
+        shares = _Shares(self, order)
+        yield from DataLoader(shares, sampler=rest, batch_size=None, num_workers=self.data.workers)
+
+    def get_mock_batch(self) -> dict[str, Any]:
+        """The first images there are, as often as it takes."""
+        indices = np.arange(self.rank_batch_size) % len(self.data)
+        return self.data.batch(indices, _generator(self.seed, 0, 0))
+
+    def global_num_tokens_in_batch(self, batch: dict[str, Any]) -> int:
+        """The images in a batch of all processes."""
+        del batch
+        return self.global_batch_size
+
+
+class _Shares(torch.utils.data.Dataset[Any]):
+    """One process's share of each batch of an epoch."""
+
+    def __init__(self, loader: ImageLoader, order: np.ndarray) -> None:
+        self.data, self.order, self.size = loader.data, order, loader.global_batch_size
+        self.seed, self.epoch, self.rank, self.world = loader.seed, loader.epoch, loader.dp_rank, loader.dp_world_size
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        share = self.size // self.world
+        start = number * self.size + self.rank * share
+        generator = _generator(self.seed, self.epoch, number * self.world + self.rank)
+        return self.data.batch(self.order[start : start + share], generator)
+
+
+def _generator(*numbers: int) -> torch.Generator:
+    """A generator of its own for each sequence of numbers."""
+    return torch.Generator().manual_seed(_step_seed(*numbers))
+
+
+def _cut(batch: Batch, size: int) -> list[Batch]:
+    """A batch in micro-batches of ``size`` rows."""
+    cut = {name: value.split(size) for name, value in batch.items() if isinstance(value, Tensor)}
+    return [dict(zip(cut, parts, strict=True)) for parts in zip(*cut.values(), strict=True)]
 
 
 def _make_room(dataset: NumpyFSLDataset) -> None:
@@ -531,23 +630,6 @@ def _make_room(dataset: NumpyFSLDataset) -> None:
     needed = len(dataset) * np.dtype(np.uint32).itemsize
     if shutil.disk_usage(folder).free < needed:
         raise ConfigError(f"no space left on device: the order of the data needs {needed:,} bytes in {folder}")
-
-
-def _data_loader(
-    recipe: Recipe, dataset: NumpyFSLDataset, device: torch.device, processes: Processes
-) -> NumpyFSLDataLoader:
-    return NumpyFSLDataLoader(
-        dataset,
-        collator=DataCollator(pad_token_id=dataset.pad_token_id),
-        global_batch_size=recipe.train.batch_size * recipe.data.sequence_length,
-        work_dir=dataset.work_dir,
-        seed=recipe.seed,
-        # Reading a memory map is quicker than handing it between threads on the cores that train.
-        num_threads=0 if device.type == "cpu" else None,
-        target_device_type=device.type,
-        dp_world_size=processes.count,
-        dp_rank=processes.rank,
-    )
 
 
 def _load_newest(trainer: Trainer, folder: Path, run: str, listener: Listener, processes: Processes) -> int:
@@ -602,7 +684,7 @@ def _in_words(error: BaseException) -> str:
     return one_line(error)
 
 
-def _step_seed(seed: int, step: int, rank: int) -> int:
-    """A generator seed of its own for each step of each process."""
-    digest = hashlib.sha256(f"{seed},{step},{rank}".encode()).digest()
+def _step_seed(*numbers: int) -> int:
+    """A generator seed of its own for each sequence of numbers: the run's seed, the step and the process."""
+    digest = hashlib.sha256(",".join(map(str, numbers)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

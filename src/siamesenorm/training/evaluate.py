@@ -37,6 +37,10 @@ class Evaluation:
         except OverflowError:
             return math.inf
 
+    def figures(self) -> dict[str, float]:
+        """As `tasks.Evaluation.figures`."""
+        return {"val_loss": self.loss, "val_ppl": self.perplexity, "val_tokens": self.tokens}
+
     def bits_per_byte(self, bytes_per_token: float) -> float:
         """The loss in bits per byte of text, which does not depend on the tokeniser.
 

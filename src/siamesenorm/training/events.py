@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from siamesenorm.training.evaluate import Evaluation
+from siamesenorm.training.tasks.base import Evaluation
 
 
 class NonFiniteError(RuntimeError):
@@ -25,10 +26,10 @@ class SaveError(RuntimeError):
 class Step:
     """One optimiser step's numbers.
 
-    ``loss`` is in nats per token over the step's batch, ``grad_norm`` is taken before clipping, ``tokens`` and
-    ``seconds`` count from the start of the run over all its sessions (seconds in steps only, without validation and
-    saving). ``validation`` is there where one was due. ``router_loss`` is a mixture of experts' own, without its
-    weight. A step that was ``skipped`` left the model as it was.
+    ``loss`` is over the step's batch, ``grad_norm`` is taken before clipping, ``tokens``, ``images`` (where there are
+    some) and ``seconds`` count from the start of the run over all its sessions (seconds in steps only, without
+    validation and saving). ``validation`` is there where one was due. ``parts`` are further parts of what is minimised,
+    without their weights, such as the loss of a mixture's routers. A ``skipped`` step left the model as it was.
     """
 
     step: int
@@ -38,8 +39,14 @@ class Step:
     tokens: int
     seconds: float
     validation: Evaluation | None
-    router_loss: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    images: int | None = None
     skipped: bool = False
+
+    @property
+    def seen(self) -> tuple[int, str]:
+        """What the run has gone through so far, and in what it is counted."""
+        return (self.tokens, "tokens") if self.images is None else (self.images, "images")
 
 
 class Listener(Protocol):

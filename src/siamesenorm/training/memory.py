@@ -21,24 +21,24 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
 
 from siamesenorm.training import parallel
-from siamesenorm.training.build import autocast_of
+from siamesenorm.training.build import checkpoint_activations, tie_weights
 from siamesenorm.training.cost import balanced_experts
-from siamesenorm.training.documents import DocumentMask
-from siamesenorm.training.evaluate import summed_loss
 from siamesenorm.training.processes import Processes
 from siamesenorm.training.recipe import Recipe
+from siamesenorm.training.settings import autocast_of
+from siamesenorm.training.tasks import task_of
 
 
 @dataclass(frozen=True)
 class Memory:
     """Bytes that the tensors of one process take when a step takes most.
 
-    Parameters, gradients and the optimiser's state are this process's own. ``activations`` is all else: what the
-    forward pass keeps for the backward one, the logits, and what passes, such as weights gathered from other processes.
-    What a GPU's allocator, libraries and communication take beyond tensors is not in it.
+    Parameters, gradients and the optimiser's state are this process's own; a moving average of the weights is counted
+    with the last. ``activations`` is all else: what the forward pass keeps for the backward one, the logits, and what
+    passes, such as weights gathered from other processes. What a GPU's allocator, libraries and communication take
+    beyond tensors is not in it.
     """
 
     parameters: int
@@ -52,7 +52,7 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
-def training_memory(model: PreTrainedModel, recipe: Recipe, ranks: int = 1) -> Memory:
+def training_memory(model: Any, recipe: Recipe, ranks: int = 1) -> Memory:
     """The memory that one of ``ranks`` processes needs to train by a recipe.
 
     A mixture of experts is taken to be balanced, and ``train.compile`` to be off.
@@ -72,7 +72,7 @@ def training_memory(model: PreTrainedModel, recipe: Recipe, ranks: int = 1) -> M
     # With several micro-batches, the gradients of those before are alive; a third is no different from the second.
     count = 2 if batch < recipe.train.batch_size // ranks else 1
     if recipe.train.activation_checkpointing:
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_activations(model)
     cpu = torch.device("cpu")
     with ExitStack() as stack:
         if how in ("fsdp", "hsdp"):
@@ -83,7 +83,7 @@ def training_memory(model: PreTrainedModel, recipe: Recipe, ranks: int = 1) -> M
         if how in ("fsdp", "hsdp"):
             parallel.shard(model, mesh, recipe)
         model = model.to_empty(device=cpu).train()
-        model.tie_weights()
+        tie_weights(model)
         ledger = _Ledger()
         for parameter in model.parameters():
             ledger.add(_local(parameter))
@@ -94,8 +94,9 @@ def training_memory(model: PreTrainedModel, recipe: Recipe, ranks: int = 1) -> M
             parallel.announce_backward(model, last=index == count - 1)
             _forward_and_backward(model, recipe, batch)
     activations = max(ledger.peak - parameters - gradients, 0)
+    average = parameters if recipe.train.ema_decay is not None else 0
     # DDP brings gradients together in buckets, a second copy. AdamW's two moments have been there since the first step.
-    return Memory(parameters, 2 * gradients if how == "ddp" else gradients, 2 * gradients, activations)
+    return Memory(parameters, 2 * gradients if how == "ddp" else gradients, 2 * gradients + average, activations)
 
 
 def per_machine(ranks: int) -> int:
@@ -105,18 +106,11 @@ def per_machine(ranks: int) -> int:
 
 def _forward_and_backward(model: Any, recipe: Recipe, batch: int) -> None:
     """A micro-batch, as the train module runs it."""
-    length = recipe.data.sequence_length
-    low = autocast_of(recipe)
-    ids = torch.zeros((batch, length), dtype=torch.long)
-    if recipe.data.document_masking:
-        inputs = DocumentMask(eos_id=0).inputs(model, ids)
-    else:
-        # A finished mask, of one number's size, since without one transformers asks the positions for their values.
-        mask = torch.zeros((1, 1, 1, 1), dtype=low or torch.float32)
-        inputs = {"attention_mask": mask.expand(batch, 1, length, length)}
+    task, low = task_of(recipe), autocast_of(recipe)
+    inputs, _ = task.example(model, batch, "cpu")
     with torch.autocast("cpu", dtype=low, enabled=low is not None):
-        logits = model(input_ids=ids, use_cache=False, **inputs).logits
-    (summed_loss(logits, ids) / ids.numel()).backward()
+        loss = task.example_loss(model, inputs)
+    loss.backward()
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from siamesenorm import hosts
 from siamesenorm.residual import Sublayer
@@ -17,7 +16,7 @@ from siamesenorm.residual.scheme import Streams
 NOWHERE = 1 << 30
 
 
-def first_in_streams(model: PreTrainedModel, forward: Callable[[], Any]) -> int:
+def first_in_streams(model: nn.Module, forward: Callable[[], Any]) -> int:
     """The number of the first sublayer whose streams are not finite after it, `NOWHERE` where all are.
 
     Args:
@@ -30,7 +29,7 @@ def first_in_streams(model: PreTrainedModel, forward: Callable[[], Any]) -> int:
     return min(found)
 
 
-def first_in_gradients(model: PreTrainedModel) -> int:
+def first_in_gradients(model: nn.Module) -> int:
     """The number of the last sublayer whose block has a gradient that is not finite, which is the first in the backward
     pass; `NOWHERE` where no block has one.
     """
@@ -42,7 +41,7 @@ def first_in_gradients(model: PreTrainedModel) -> int:
     return found
 
 
-def name_of(model: PreTrainedModel, number: int) -> str:
+def name_of(model: nn.Module, number: int) -> str:
     """What people call a sublayer: its number, its block's, and its kind."""
     site = next(sublayer.site for sublayer in _sublayers(model) if sublayer.site.sublayer == number)
     return f"sublayer {site.sublayer} (block {site.block}, {site.kind})"

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import PreTrainedModel
 
 from siamesenorm import hosts
 from siamesenorm.residual import ConfigError
-from siamesenorm.training.build import autocast_of, build_model, empty_model
+from siamesenorm.training.build import build_model, empty_model, tie_weights
 from siamesenorm.training.processes import Processes
 from siamesenorm.training.recipe import Recipe
+from siamesenorm.training.settings import autocast_of
 
 
 def check(recipe: Recipe, processes: Processes) -> None:
@@ -43,12 +45,12 @@ def strategy(recipe: Recipe, count: int) -> str:
 
 
 def micro_batch_size(recipe: Recipe, count: int) -> int:
-    """The sequences of one forward pass on each of ``count`` processes."""
+    """The sequences or images of one forward pass on each of ``count`` processes."""
     share = recipe.train.batch_size // count
     return min(recipe.train.micro_batch_size or share, share)
 
 
-def place(recipe: Recipe, device: torch.device, processes: Processes) -> PreTrainedModel:
+def place(recipe: Recipe, device: torch.device, processes: Processes) -> Any:
     """The recipe's model on ``device``, whole or this process's part of it; equal seeds give equal weights either way.
 
     A model that is held in parts is made whole on the first process alone, in its main memory.
@@ -62,7 +64,7 @@ def place(recipe: Recipe, device: torch.device, processes: Processes) -> PreTrai
     model.to_empty(device=device)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, {} if whole is None else whole.state_dict(), options=options)
-    model.tie_weights()
+    tie_weights(model)
     # What is not saved with a model, its RoPE frequencies, is not in the state either.
     for name, buffer in model.named_buffers():
         if whole is not None:
@@ -71,7 +73,7 @@ def place(recipe: Recipe, device: torch.device, processes: Processes) -> PreTrai
     return model
 
 
-def whole_model(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel | None:
+def whole_model(model: Any, recipe: Recipe) -> Any:
     """The model in one piece: on the first process, in its main memory; ``None`` on the others.
 
     A model that is not held in parts is given back as it is, on every process.
@@ -83,7 +85,7 @@ def whole_model(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel | Non
         return None
     whole = empty_model(recipe).train(model.training)
     whole.load_state_dict(state, assign=True)
-    whole.tie_weights()
+    tie_weights(whole)
     for name, buffer in model.named_buffers():
         owner, _, leaf = name.rpartition(".")
         # Keeps whether the buffer is saved with the model.
@@ -110,7 +112,7 @@ def mesh_for(recipe: Recipe, how: str, device: torch.device, processes: Processe
     return init_device_mesh(device.type, (processes.count // degree, degree), mesh_dim_names=("replicate", "shard"))
 
 
-def shard(model: PreTrainedModel, mesh: DeviceMesh, recipe: Recipe) -> None:
+def shard(model: Any, mesh: DeviceMesh, recipe: Recipe) -> None:
     """Shard each block, and then what is left.
 
     Blocks get their weights in the precision that the branches compute in anyway. What they are given is not cast, so

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 
-def loss_curve(lines: list[dict[str, Any]], title: str, path: Path) -> None:
+def loss_curve(lines: list[dict[str, Any]], title: str, label: str, path: Path) -> None:
     """Draw ``metrics.jsonl``'s lines; the training loss thin, with its moving mean, the validation loss as points."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -34,7 +34,7 @@ def loss_curve(lines: list[dict[str, Any]], title: str, path: Path) -> None:
         axes.plot(
             *zip(*held_out, strict=True), "o-", color="tab:orange", label=f"validation, last {held_out[-1][1]:.4f}"
         )
-    axes.set(title=title, xlabel="step", ylabel="loss (nats per token)")
+    axes.set(title=title, xlabel="step", ylabel=label)
     axes.grid(alpha=0.3)
     if train or held_out:
         axes.legend()

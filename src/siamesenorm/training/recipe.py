@@ -1,7 +1,7 @@
 """What a run is made of: a recipe, as frozen dataclasses with typed fields.
 
-A recipe in YAML has the same shape as `Recipe`; a key that does not exist is an error and so is a value of the wrong
-type. Recipes are compared field by field when a run is resumed.
+A recipe in YAML has the same shape as the subclass of `Recipe` that belongs to its ``task``; a key that does not exist
+is an error and so is a value of the wrong type. Recipes are compared field by field when a run is resumed.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import math
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 from siamesenorm.residual import ConfigError, nearest
 
 CAUSAL_LM = "causal-lm"
+CLASSIFICATION = "image-classification"
+DIFFUSION = "class-conditional-diffusion"
 
 # What the libraries take for a seed or a count, and the lowest temperature at which float32 logits can be divided.
 _MOST = 2**63
@@ -60,12 +62,87 @@ class DataRecipe:
 
 
 @dataclass(frozen=True)
+class ImageDataRecipe:
+    """The images and how they are cut.
+
+    ``source`` is the embedded set, ``digits``, a folder of class folders, Parquet files, a Hugging Face image set on
+    disk or on the hub (``hf:NAME``), or, for diffusion, a folder that ``siamesenorm data encode-latents`` made.
+    Images are brought to ``image_size`` pixels a side and ``channels`` (1 is grey, 3 is colour); latents have their own
+    sizes, so there both are null. ``flip`` mirrors half of the training images. ``validation_images``, spread evenly
+    over the held-out ones, are what every validation is measured on (null: all of them). ``sha256`` is the fingerprint
+    that the set must have; null takes it as it is, and a run writes down what it found. An image that cannot be read is
+    left out and counted, or an error with ``unreadable: error``. ``workers`` are processes that read ahead.
+    """
+
+    source: str
+    image_size: int | None = None
+    channels: int | None = None
+    flip: bool = False
+    validation_images: int | None = None
+    sha256: str | None = None
+    unreadable: str = "skip"
+    workers: int = 0
+
+
+@dataclass(frozen=True)
+class ClassifiedDataRecipe(ImageDataRecipe):
+    """Images to classify: pixels between 0 and 1 less ``mean``, over ``std``, one number or one a channel."""
+
+    mean: tuple[float, ...] = (0.5,)
+    std: tuple[float, ...] = (0.5,)
+
+
+@dataclass(frozen=True)
+class AugmentRecipe:
+    """How training images are changed at random before a classifier sees them.
+
+    ``shift`` moves an image by up to so many pixels in each direction, with black behind it. The rest is timm's, and
+    needs it: ``random_crop`` (the smallest share of the area), ``auto_augment`` (a policy such as
+    ``rand-m9-mstd0.5-inc1``), ``erase`` (the probability of random erasing), ``mixup`` and ``cutmix`` (their alphas; 0
+    is none; with both, one of them is drawn for each batch).
+    """
+
+    shift: int = 0
+    random_crop: float | None = None
+    auto_augment: str | None = None
+    erase: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+
+
+@dataclass(frozen=True)
+class ClassLossRecipe:
+    """Cross-entropy, with ``label_smoothing`` of the probability spread over all classes."""
+
+    label_smoothing: float = 0.0
+
+
+@dataclass(frozen=True)
+class DiffusionRecipe:
+    """The noise, and what the model says about it.
+
+    ``beta_schedule``, ``beta_start`` and ``beta_end`` are those of diffusers' DDPM scheduler, over ``timesteps``.
+    ``prediction`` is ``epsilon`` (the noise) or ``v_prediction``. With ``learned_sigma`` the model also gives the
+    variance of a step back, trained on the variational bound as in DiT (arXiv 2212.09748). A share ``label_dropout`` of
+    the labels is replaced by the null class, once per step, so that guidance can be had; 0 makes a model without one.
+    """
+
+    timesteps: int = 1000
+    beta_schedule: str = "linear"
+    beta_start: float = 1e-4
+    beta_end: float = 0.02
+    prediction: str = "epsilon"
+    learned_sigma: bool = True
+    label_dropout: float = 0.1
+
+
+@dataclass(frozen=True)
 class OptimRecipe:
     """AdamW.
 
     Weight decay reaches matrices alone: not norms, biases, scalars and vectors, not what the scheme exempts, and not
-    the table of input embeddings (its rows for rare tokens would shrink for want of a gradient) unless
-    ``decay_embeddings`` is true. ``decay_all`` decays every parameter without exception, as the paper's code base does.
+    the tables of embeddings (rows for rare tokens would shrink for want of a gradient) unless ``decay_embeddings`` is
+    true. ``decay_all`` decays every parameter without exception, as the paper's code base does.
     """
 
     lr: float
@@ -89,8 +166,8 @@ class ScheduleRecipe:
 class TrainRecipe:
     """The loop.
 
-    ``batch_size`` and ``micro_batch_size`` count sequences, the first over all processes for one optimiser step, the
-    second for one forward pass on one process (null: all of the process's share). Intervals are in steps.
+    ``batch_size`` and ``micro_batch_size`` count sequences or images, the first over all processes for one optimiser
+    step, the second for one forward pass on one process (null: all of the process's share). Intervals are in steps.
     ``precision`` is ``float32``, or ``bfloat16`` for autocast over float32 weights. ``device`` is ``auto``, ``cpu`` or
     ``cuda``.
 
@@ -100,7 +177,8 @@ class TrainRecipe:
 
     ``router_loss`` says over which tokens a mixture of experts balances its routers: each ``sequence``, so that no
     split of the batch changes anything, or each ``micro_batch``. ``skip_nonfinite`` is the number of steps in a row
-    that may be left out because their loss or gradient is not finite, before the run stops.
+    that may be left out because their loss or gradient is not finite, before the run stops. With ``ema_decay``, what
+    is validated and saved as the model is an exponential moving average of the weights, whose decay grows up to that.
     """
 
     steps: int
@@ -115,6 +193,7 @@ class TrainRecipe:
     shard_degree: int | None = None
     router_loss: str = "sequence"
     skip_nonfinite: int = 0
+    ema_decay: float | None = None
     validate_every: int = 100
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
@@ -131,18 +210,72 @@ class SampleRecipe:
 
 
 @dataclass(frozen=True)
+class PictureRecipe:
+    """The pictures that a finished run draws: ``per_class`` of each class at each ``guidance`` scale (1 is none).
+
+    ``sampler`` is one of ``siamesenorm sample``'s, run for ``steps``. With ``distance_images``, so many more are drawn
+    without guidance and compared with the held-out ones: the Fréchet distance of their features in a classifier of the
+    same images, which is the run or model folder ``classifier``, or else what the recipe ``vit-tiny`` makes of the set
+    (trained once and kept in the cache).
+    """
+
+    steps: int = 50
+    guidance: tuple[float, ...] = (1.0, 2.0, 4.0)
+    sampler: str = "ddim"
+    per_class: int = 8
+    distance_images: int = 0
+    classifier: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything that decides a run's numbers; ``seed`` feeds initialisation, data order and dropout alike."""
 
+    counts: ClassVar[str]
     name: str
+    task: str = CAUSAL_LM
     model: ModelRecipe
-    data: DataRecipe
+    data: Any
     optim: OptimRecipe
     schedule: ScheduleRecipe
     train: TrainRecipe
-    sample: SampleRecipe = SampleRecipe()
-    task: str = CAUSAL_LM
     seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRecipe(Recipe):
+    """A causal language model."""
+
+    counts = "sequences"
+    data: DataRecipe
+    sample: SampleRecipe = SampleRecipe()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassificationRecipe(Recipe):
+    """An image classifier."""
+
+    counts = "images"
+    data: ClassifiedDataRecipe
+    augment: AugmentRecipe = AugmentRecipe()
+    loss: ClassLossRecipe = ClassLossRecipe()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageDiffusionRecipe(Recipe):
+    """A class-conditional diffusion model of images or latents."""
+
+    counts = "images"
+    data: ImageDataRecipe
+    diffusion: DiffusionRecipe = DiffusionRecipe()
+    sample: PictureRecipe = PictureRecipe()
+
+
+TASKS: dict[str, type[Recipe]] = {
+    CAUSAL_LM: TextRecipe,
+    CLASSIFICATION: ClassificationRecipe,
+    DIFFUSION: ImageDiffusionRecipe,
+}
 
 
 def from_mapping(tree: Mapping[str, Any]) -> Recipe:
@@ -152,10 +285,22 @@ def from_mapping(tree: Mapping[str, Any]) -> Recipe:
         ConfigError: for a key that does not exist (with the nearest that does), a missing one, or a value of the wrong
             type or outside its range.
     """
-    recipe = _build(Recipe, tree, "")
+    recipe = _build(kind_of(tree), tree, "")
     assert isinstance(recipe, Recipe)
     _check_ranges(recipe)
     return recipe
+
+
+def kind_of(tree: Mapping[str, Any]) -> type[Recipe]:
+    """The kind of recipe that belongs to the task which nested mappings name.
+
+    Raises:
+        ConfigError: for a task that there is none of.
+    """
+    task = tree.get("task", CAUSAL_LM)
+    if task not in TASKS:
+        raise ConfigError(f"unknown task {task!r}; {nearest(str(task), TASKS)}")
+    return TASKS[task]
 
 
 def to_mapping(recipe: Recipe) -> dict[str, Any]:
@@ -183,16 +328,17 @@ def digest(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(flatten(recipe), sort_keys=True).encode()).hexdigest()
 
 
-def valid_keys() -> list[str]:
-    """All dotted keys that a recipe has; ``model.options`` and ``model.config`` take further keys of their own."""
+def valid_keys(kind: type[Recipe]) -> list[str]:
+    """All dotted keys of a kind of recipe; ``model.options`` and ``model.config`` take further keys of their own."""
 
     def walk(cls: Any, prefix: str) -> list[str]:
         keys = []
-        for name, hint in get_type_hints(cls).items():
-            keys += walk(hint, f"{prefix}{name}.") if is_dataclass(hint) else [prefix + name]
+        hints = get_type_hints(cls)
+        for name in (spec.name for spec in fields(cls)):
+            keys += walk(hints[name], f"{prefix}{name}.") if is_dataclass(hints[name]) else [prefix + name]
         return keys
 
-    return walk(Recipe, "")
+    return walk(kind, "")
 
 
 def open_mappings() -> tuple[str, ...]:
@@ -200,11 +346,14 @@ def open_mappings() -> tuple[str, ...]:
     return ("model.options", "model.config")
 
 
-def nearest_key(key: str) -> str:
+def nearest_key(key: str, kind: type[Recipe]) -> str:
     """A phrase naming the valid key closest to a wrong one: one with the same last part, else one spelt alike."""
-    leaf = key.rsplit(".", 1)[-1]
-    same_leaf = [valid for valid in valid_keys() if valid.rsplit(".", 1)[-1] == leaf]
-    return f"did you mean '{same_leaf[0]}'?" if len(same_leaf) == 1 else nearest(key, valid_keys())
+    leaf, keys = key.rsplit(".", 1)[-1], valid_keys(kind)
+    same_leaf = [valid for valid in keys if valid.rsplit(".", 1)[-1] == leaf]
+    if len(same_leaf) == 1:
+        return f"did you mean '{same_leaf[0]}'?"
+    elsewhere = [task for task, other in TASKS.items() if other is not kind and key in valid_keys(other)]
+    return f"it belongs to the task {elsewhere[0]}" if elsewhere else nearest(key, keys)
 
 
 def _plain(value: Any) -> Any:
@@ -217,26 +366,29 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _build(cls: Any, tree: Any, prefix: str) -> object:
+def _build(cls: Any, tree: Any, prefix: str, kind: type[Recipe] = Recipe) -> object:
+    if issubclass(cls, Recipe):
+        kind = cls
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{prefix.rstrip('.') or 'a recipe'} must be a mapping of keys to values, not {tree!r}")
     hints = get_type_hints(cls)
+    names = {spec.name for spec in fields(cls)}
     for key in tree:
-        if key not in hints:
-            raise ConfigError(f"unknown key '{prefix}{key}' in the recipe; {nearest_key(f'{prefix}{key}')}")
+        if key not in names:
+            raise ConfigError(f"unknown key '{prefix}{key}' in the recipe; {nearest_key(f'{prefix}{key}', kind)}")
     values = {}
     for spec in fields(cls):
         if spec.name in tree:
-            values[spec.name] = _value(hints[spec.name], tree[spec.name], prefix + spec.name)
+            values[spec.name] = _value(hints[spec.name], tree[spec.name], prefix + spec.name, kind)
         elif spec.default is MISSING and spec.default_factory is MISSING:
             raise ConfigError(f"the recipe lacks '{prefix}{spec.name}'")
     return cls(**values)
 
 
-def _value(hint: Any, value: Any, key: str) -> Any:
+def _value(hint: Any, value: Any, key: str, kind: type[Recipe]) -> Any:
     """`value` as the type that `hint` names, or a ConfigError with the key, the value and that type."""
     if is_dataclass(hint):
-        return _build(hint, value, f"{key}.")
+        return _build(hint, value, f"{key}.", kind)
     optional = get_origin(hint) in (Union, types.UnionType)
     if optional:
         if value is None:
@@ -246,6 +398,11 @@ def _value(hint: Any, value: Any, key: str) -> Any:
         if isinstance(value, Mapping) and all(isinstance(inner, str) for inner in value):
             return dict(value)
         expected = "a mapping of names to values"
+    elif get_origin(hint) is tuple:
+        numbers = value if isinstance(value, list | tuple) else (value,)
+        if numbers and all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers):
+            return tuple(float(each) for each in numbers)
+        expected = "a number or a list of numbers"
     elif hint is float:
         # A whole number is a fine float; true and false are ints to Python and neither here.
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -266,57 +423,83 @@ def _value(hint: Any, value: Any, key: str) -> Any:
     raise ConfigError(f"{key} must be {expected}{' or null' if optional else ''}, not {value!r}")
 
 
+# The least that a value may be.
+_LEAST: dict[str, float] = {
+    "data.sequence_length": 2,
+    "data.validation_sequences": 1,
+    "data.image_size": 1,
+    "data.validation_images": 1,
+    "data.workers": 0,
+    "augment.shift": 0,
+    "augment.mixup": 0,
+    "augment.cutmix": 0,
+    "diffusion.timesteps": 2,
+    "schedule.warmup_steps": 0,
+    "sample.tokens": 0,
+    "sample.temperature": 0,
+    "sample.steps": 1,
+    "sample.per_class": 0,
+    "sample.distance_images": 0,
+    "seed": 0,
+    "optim.weight_decay": 0,
+    "train.skip_nonfinite": 0,
+    **dict.fromkeys(
+        (
+            "train.steps", "train.batch_size", "train.micro_batch_size", "train.validate_every",
+            "train.checkpoint_every", "train.keep_checkpoints", "train.log_every", "train.shard_degree",
+        ),
+        1,
+    ),
+}  # fmt: skip
+_ABOVE_ZERO = ("optim.lr", "optim.eps", "train.max_grad_norm", "diffusion.beta_start", "diffusion.beta_end")
+_BELOW_ONE = ("optim.beta1", "optim.beta2", "train.ema_decay", "loss.label_smoothing", "diffusion.label_dropout")
+_SHARES = ("schedule.final_fraction", "augment.erase", "augment.random_crop")
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "data.channels": (1, 3),
+    "data.unreadable": ("skip", "error"),
+    "diffusion.beta_schedule": ("linear", "scaled_linear", "squaredcos_cap_v2"),
+    "diffusion.prediction": ("epsilon", "v_prediction"),
+    "train.precision": ("float32", "bfloat16"),
+    "train.device": ("auto", "cpu", "cuda"),
+    "train.parallel": ("auto", "ddp", "fsdp", "hsdp"),
+    "train.router_loss": ("sequence", "micro_batch"),
+}
+
+
 def _check_ranges(recipe: Recipe) -> None:
-    train, optim = recipe.train, recipe.optim
-    if recipe.task != CAUSAL_LM:
-        raise ConfigError(f"unknown task {recipe.task!r}; {nearest(recipe.task, [CAUSAL_LM])}")
-    at_least: list[tuple[str, float | None, float]] = [
-        ("data.sequence_length", recipe.data.sequence_length, 2),
-        ("data.validation_sequences", recipe.data.validation_sequences, 1),
-        ("schedule.warmup_steps", recipe.schedule.warmup_steps, 0),
-        ("sample.tokens", recipe.sample.tokens, 0),
-        ("sample.temperature", recipe.sample.temperature, 0),
-        ("seed", recipe.seed, 0),
-        ("optim.weight_decay", optim.weight_decay, 0),
-        *[(f"train.{name}", getattr(train, name), 1) for name in (
-            "steps", "batch_size", "micro_batch_size", "validate_every", "checkpoint_every", "keep_checkpoints",
-            "log_every", "shard_degree",
-        )],
-        ("train.skip_nonfinite", train.skip_nonfinite, 0),
-    ]  # fmt: skip
-    for key, value, least in at_least:
-        if value is not None and not value >= least:
-            raise ConfigError(f"{key} must be at least {least}, not {value}")
-        if value is not None and not value < _MOST:
-            raise ConfigError(f"{key} must be below {_MOST}, not {value}")
-    if 0 < recipe.sample.temperature < _COLDEST:
-        raise ConfigError(f"sample.temperature must be 0 or at least {_COLDEST}, not {recipe.sample.temperature}")
+    train = recipe.train
+    given = {key: value for key, value in flatten(recipe).items() if value is not None}
+    for key in _LEAST.keys() & given.keys():
+        if not given[key] >= _LEAST[key]:
+            raise ConfigError(f"{key} must be at least {_LEAST[key]}, not {given[key]}")
+        if not given[key] < _MOST:
+            raise ConfigError(f"{key} must be below {_MOST}, not {given[key]}")
+    if 0 < given.get("sample.temperature", 0) < _COLDEST:
+        raise ConfigError(f"sample.temperature must be 0 or at least {_COLDEST}, not {given['sample.temperature']}")
     if not recipe.name or set(recipe.name) & set("/\\") or recipe.name.startswith("."):
         raise ConfigError(f"name becomes part of a folder's name, which {recipe.name!r} cannot be")
-    above_zero = [("optim.lr", optim.lr), ("optim.eps", optim.eps), ("train.max_grad_norm", train.max_grad_norm)]
-    for key, value in above_zero:
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{key} must be above 0, not {value}")
-    below_one = [("optim.beta1", optim.beta1), ("optim.beta2", optim.beta2)]
-    for key, value in below_one:
-        if not 0 <= value < 1:
-            raise ConfigError(f"{key} must be at least 0 and below 1, not {value}")
-    if not 0 <= recipe.schedule.final_fraction <= 1:
-        raise ConfigError(f"schedule.final_fraction must be between 0 and 1, not {recipe.schedule.final_fraction}")
+    for key in given.keys() & set(_ABOVE_ZERO):
+        if not 0 < given[key] < math.inf:
+            raise ConfigError(f"{key} must be above 0, not {given[key]}")
+    for key in given.keys() & set(_BELOW_ONE):
+        if not 0 <= given[key] < 1:
+            raise ConfigError(f"{key} must be at least 0 and below 1, not {given[key]}")
+    for key in given.keys() & set(_SHARES):
+        if not 0 <= given[key] <= 1:
+            raise ConfigError(f"{key} must be between 0 and 1, not {given[key]}")
+    for key in given.keys() & _CHOICES.keys():
+        value, valid = given[key], _CHOICES[key]
+        if value not in valid:
+            hint = nearest(str(value), map(str, valid))
+            raise ConfigError(f"{key} must be one of {', '.join(map(str, valid))}, not {value!r}; {hint}")
+    if not all(0 < each < math.inf for each in given.get("data.std", ())):
+        raise ConfigError(f"data.std must be above 0, not {given['data.std']}")
+    if not all(0 <= each < math.inf for each in given.get("sample.guidance", ())):
+        raise ConfigError(f"sample.guidance must be numbers of at least 0, not {given['sample.guidance']}")
     if recipe.schedule.warmup_steps > train.steps:
         raise ConfigError(
             f"schedule.warmup_steps ({recipe.schedule.warmup_steps}) must not exceed train.steps ({train.steps})"
         )
-    choices = {
-        "precision": ("float32", "bfloat16"),
-        "device": ("auto", "cpu", "cuda"),
-        "parallel": ("auto", "ddp", "fsdp", "hsdp"),
-        "router_loss": ("sequence", "micro_batch"),
-    }
-    for name, valid in choices.items():
-        value = getattr(train, name)
-        if value not in valid:
-            raise ConfigError(f"train.{name} must be one of {', '.join(valid)}, not {value!r}; {nearest(value, valid)}")
     if train.shard_degree is not None and train.parallel != "hsdp":
         raise ConfigError(f"train.shard_degree belongs to train.parallel=hsdp, not to {train.parallel}")
     if train.micro_batch_size is not None and train.batch_size % train.micro_batch_size:

@@ -10,7 +10,15 @@ from typing import Any
 import yaml
 
 from siamesenorm.residual import ConfigError, nearest, one_line
-from siamesenorm.training.recipe import Recipe, from_mapping, nearest_key, open_mappings, to_mapping, valid_keys
+from siamesenorm.training.recipe import (
+    Recipe,
+    from_mapping,
+    kind_of,
+    nearest_key,
+    open_mappings,
+    to_mapping,
+    valid_keys,
+)
 
 _EXTENDS = "extends"
 
@@ -163,8 +171,9 @@ def _apply(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
         changes[key] = parsed
     out = _copy(tree)
     _drop_options(out, changes.get("model.scheme"))
+    kind = kind_of({**out, **({"task": changes["task"]} if "task" in changes else {})})
     for key, value in changes.items():
-        _set(out, key, value)
+        _set(out, key, value, kind)
     return out
 
 
@@ -179,10 +188,10 @@ def _copy(value: Any) -> Any:
     return {key: _copy(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
 
 
-def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+def _set(tree: dict[str, Any], key: str, value: Any, kind: type[Recipe]) -> None:
     inside_open = any(key.startswith(f"{name}.") and key.count(".") == 2 for name in open_mappings())
-    if key not in valid_keys() and not inside_open:
-        raise ConfigError(f"unknown key '{key}'; {nearest_key(key)}")
+    if key not in valid_keys(kind) and not inside_open:
+        raise ConfigError(f"unknown key '{key}'; {nearest_key(key, kind)}")
     *path, leaf = key.split(".")
     node = tree
     for step in path:

@@ -8,44 +8,34 @@ import platform
 import shutil
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
-from siamesenorm.data import arrays as token_arrays
-from siamesenorm.data.shards import TokenArrays
 from siamesenorm.residual import ConfigError
-from siamesenorm.training import parallel, text
-from siamesenorm.training.build import (
-    autocast_of,
-    check,
-    device_of,
-    document_mask,
-    parameter_counts,
-    positions_of,
-    scheme_of,
-    with_corpus,
-)
+from siamesenorm.training import parallel
+from siamesenorm.training.build import check, parameter_counts
 from siamesenorm.training.display import Display, Silent
-from siamesenorm.training.evaluate import Evaluation, evaluate, held_out_sequences
 from siamesenorm.training.events import Listener, NonFiniteError, Step
 from siamesenorm.training.plot import loss_curve
 from siamesenorm.training.processes import Processes, together
 from siamesenorm.training.recipe import Recipe, digest
 from siamesenorm.training.run_folder import MetricsFile, RunFolder, read_metrics
+from siamesenorm.training.settings import device_of, scheme_of
+from siamesenorm.training.tasks import Evaluation, Task, task_of
 from siamesenorm.training.trackers import Trackers, Tracking
 
 if TYPE_CHECKING:
     from siamesenorm.training.engine import Outcome
 
 _FLUSH_EVERY_SECONDS = 1.0
+# The figures of a validation that say something over the steps.
+_VALIDATED = ("val_loss", "val_accuracy")
 
 
 @dataclass(frozen=True)
@@ -92,21 +82,18 @@ def train(
         display = display if processes.is_first else Silent()
         parallel.check(recipe, processes)
         processes.first(tracking.check)
-        arrays = processes.first(lambda: token_arrays.prepare(recipe.data.source))
-        recipe = with_corpus(recipe, arrays)
-        sequences = held_out_sequences(arrays.held_out(), recipe.data.sequence_length, recipe.data.validation_sequences)
+        data = task_of(recipe).load(processes)
+        task = task_of(task_of(recipe).pinned(data))
+        recipe = task.recipe
         folder = RunFolder(out or default_folder(recipe))
         is_new = processes.first(lambda: folder.claim(recipe))
         processes.first(lambda: stack.enter_context(folder.locked()))
         finished = processes.first(folder.finished_summary)
         if finished is not None:
             return Result("already finished", folder, finished)
-        display.note(
-            f"corpus {arrays.source}, sha256 {arrays.sha256}: {arrays.train.documents:,} documents "
-            f"({arrays.train.tokens:,} tokens) to train on, {arrays.validation.documents:,} held out"
-        )
+        display.note(task.describe(data))
         try:
-            return _Session(recipe, arrays, sequences, folder, device, display, tracking, processes).run()
+            return _Session(task, data, folder, device, display, tracking, processes).run()
         except ConfigError:
             # Found late, such as weights that cannot be loaded; the corrected command may want this folder.
             if is_new:
@@ -118,14 +105,19 @@ def train(
 class _Session:
     """One process's share of one session of a run, from a claimed folder on."""
 
-    recipe: Recipe
-    arrays: TokenArrays
-    sequences: np.ndarray
+    task: Task[Any, Any]
+    data: Any
     folder: RunFolder
     device: torch.device
     display: Display
     tracking: Tracking
     processes: Processes
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe, its data pinned."""
+        recipe: Recipe = self.task.recipe
+        return recipe
 
     def run(self) -> Result:
         """Train, and save the model of a run that reaches its end."""
@@ -165,14 +157,14 @@ class _Session:
             if trackers:
                 trackers.close(summary)
 
-    def _fit(self, model: PreTrainedModel, listener: Listener) -> Outcome:
+    def _fit(self, model: Any, listener: Listener) -> Outcome:
         from siamesenorm.training import engine
 
         return engine.fit(
             model,
             scheme_of(self.recipe),
-            self.recipe,
-            self.arrays,
+            self.task,
+            self.data,
             folder=self.folder.checkpoints,
             device=self.device,
             listener=listener,
@@ -180,14 +172,12 @@ class _Session:
             processes=self.processes,
         )
 
-    def _validate(self, model: PreTrainedModel) -> Evaluation:
-        return evaluate(
+    def _validate(self, model: Any) -> Evaluation:
+        return self.task.validate(
             model,
-            self.sequences,
-            batch_size=parallel.micro_batch_size(self.recipe, self.processes.count),
+            self.data,
             device=self.device,
-            autocast=autocast_of(self.recipe),
-            mask=document_mask(self.recipe),
+            batch_size=parallel.micro_batch_size(self.recipe, self.processes.count),
             processes=self.processes,
         )
 
@@ -195,50 +185,62 @@ class _Session:
         steps = self.recipe.train.steps
         return f"stopped after step {step} of {steps} and saved; the same command goes on from there"
 
-    def _finish(self, model: PreTrainedModel | None, validation: Evaluation) -> dict[str, Any]:
-        assert model is not None
-        recipe, folder = self.recipe, self.folder
-        tokenizer = self.arrays.tokenizer(positions_of(model))
-        _save_model(model, tokenizer, folder.model)
-        _plot(folder, recipe)
+    def _finish(self, model: Any, validation: Evaluation) -> dict[str, Any]:
+        task, folder = self.task, self.folder
+        model.eval()
+        with _no_progress_bars():
+            _save_whole(folder.model, lambda path: task.save(model, self.data, path))
+        self._plot()
         summary = self._summary(model, validation)
-        summary["sample"] = _sample(recipe, model, tokenizer)
+        with _no_progress_bars():
+            summary |= task.show(model, self.data, folder.path, self.display.note)
         # Last of all: with a summary, the run counts as finished.
         folder.write_summary(summary)
         written: dict[str, Any] = json.loads(folder.summary.read_text())
         return written
 
-    def _diverged(self, model: PreTrainedModel, error: NonFiniteError) -> dict[str, Any]:
+    def _diverged(self, model: Any, error: NonFiniteError) -> dict[str, Any]:
         summary = self._summary(model, None) | {
             "diverged": True,
             "diverged_at_step": error.step,
             "diverged_where": error.where,
         }
         self.folder.write_summary(summary)
-        _plot(self.folder, self.recipe)
+        self._plot()
         return summary
 
-    def _summary(self, model: PreTrainedModel, validation: Evaluation | None) -> dict[str, Any]:
-        """What ``summary.json`` holds, in nats per token, tokens and seconds."""
-        recipe, arrays = self.recipe, self.arrays
+    def _plot(self) -> None:
+        recipe = self.recipe
+        title = f"{recipe.name}, {recipe.model.scheme}, seed {recipe.seed}"
+        loss_curve(read_metrics(self.folder.metrics), title, self.task.loss_label, self.folder.loss_plot)
+
+    def _summary(self, model: Any, validation: Evaluation | None) -> dict[str, Any]:
+        """What ``summary.json`` holds, in the task's own units, tokens and seconds."""
+        recipe = self.recipe
         lines = read_metrics(self.folder.metrics)
         last: dict[str, Any] = lines[-1] if lines else {"step": 0, "loss": None, "tokens": 0, "seconds": 0.0}
         total, non_embedding = parameter_counts(model)
+        figures: dict[str, Any] = dict.fromkeys(("val_loss", "val_ppl", "val_accuracy", "val_tokens"))
+        figures |= {} if validation is None else validation.figures()
+        seconds = last["seconds"]
+        images = {} if "images" not in last else {
+            "images": last["images"],
+            "images_per_second": last["images"] / seconds if seconds else None,
+        }  # fmt: skip
         return {
-            "val_loss": None if validation is None else validation.loss,
-            "val_ppl": None if validation is None else validation.perplexity,
-            "val_tokens": None if validation is None else validation.tokens,
-            "bits_per_byte": None if validation is None else validation.bits_per_byte(arrays.held_out_bytes_per_token),
+            **figures,
             "train_loss": last["loss"],
             "params": total,
             "params_non_embedding": non_embedding,
             "steps": last["step"],
             "skipped_steps": sum(bool(line.get("skipped")) for line in lines),
             "tokens": last["tokens"],
-            "seconds": last["seconds"],
-            "tokens_per_second": last["tokens"] / last["seconds"] if last["seconds"] else None,
+            **images,
+            "seconds": seconds,
+            "tokens_per_second": last["tokens"] / seconds if seconds else None,
             "diverged": False,
             "recipe": recipe.name,
+            "task": recipe.task,
             "host": recipe.model.host,
             "scheme": recipe.model.scheme,
             "scheme_options": dict(recipe.model.options),
@@ -246,8 +248,7 @@ class _Session:
             "pretrained": recipe.model.pretrained,
             "processes": self.processes.count,
             "parallel": parallel.strategy(recipe, self.processes.count),
-            "corpus": arrays.source,
-            "corpus_sha256": arrays.sha256,
+            **self.task.facts(self.data, figures),
             "python": platform.python_version(),
             "torch": torch.__version__,
         }
@@ -300,10 +301,12 @@ class RunLog:
             "tokens": step.tokens,
             "seconds": round(step.seconds, 3),
         }
+        if step.images is not None:
+            line["images"] = step.images
         if step.validation is not None:
-            line["val_loss"] = step.validation.loss
-        if step.router_loss is not None:
-            line["router_loss"] = step.router_loss
+            figures = step.validation.figures()
+            line |= {name: figures[name] for name in _VALIDATED if name in figures}
+        line |= step.parts
         if step.skipped:
             line["skipped"] = True
             self._display.warn(
@@ -350,13 +353,11 @@ def quiet_engine(verbose: bool) -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """Save model and tokeniser in Hugging Face form, under another name until both are whole."""
+def _save_whole(path: Path, save: Callable[[Path], None]) -> None:
+    """Save a model's folder under another name until it is whole."""
     unfinished = path.with_name(f".{path.name}-unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    with _no_progress_bars():
-        model.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
+    save(unfinished)
     shutil.rmtree(path, ignore_errors=True)
     unfinished.rename(path)
 
@@ -371,19 +372,3 @@ def _no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             hf_logging.enable_progress_bar()
-
-
-def _plot(folder: RunFolder, recipe: Recipe) -> None:
-    loss_curve(
-        read_metrics(folder.metrics), f"{recipe.name}, {recipe.model.scheme}, seed {recipe.seed}", folder.loss_plot
-    )
-
-
-def _sample(recipe: Recipe, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    wanted = recipe.sample
-    fitting = text.room(model, tokenizer, wanted.prompt, wanted.tokens)
-    if not wanted.prompt or not fitting:
-        return None
-    return text.generate(
-        model, tokenizer, wanted.prompt, tokens=fitting, temperature=wanted.temperature, seed=recipe.seed
-    )

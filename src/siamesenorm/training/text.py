@@ -7,7 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from siamesenorm.residual import ConfigError
-from siamesenorm.training.build import positions_of
+from siamesenorm.training.limits import positions_of
 
 
 def generate(

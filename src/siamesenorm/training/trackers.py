@@ -215,12 +215,15 @@ def _figures(step: Step, before: tuple[int, float] | None) -> dict[str, float]:
     }
     if before is not None and step.seconds > before[1]:
         figures["train/tokens_per_second"] = (step.tokens - before[0]) / (step.seconds - before[1])
-    if step.router_loss is not None:
-        figures["train/router_loss"] = step.router_loss
+    if step.images is not None:
+        figures["train/images"] = float(step.images)
+    figures |= {f"train/{name}": value for name, value in step.parts.items()}
     if step.skipped:
         figures["train/skipped"] = 1.0
     if step.validation is not None:
         figures["validation/loss"] = step.validation.loss
+        if (accuracy := step.validation.figures().get("val_accuracy")) is not None:
+            figures["validation/accuracy"] = accuracy
     return figures
 
 
