@@ -22,15 +22,16 @@ import torch
 from torch.nn import functional
 
 from siamesenorm.cli.options import split_arguments
-from siamesenorm.data import arrays as token_arrays
 from siamesenorm.training.build import build_model
 from siamesenorm.training.display import Lines
 from siamesenorm.training.evaluate import Evaluation
 from siamesenorm.training.events import Step
+from siamesenorm.training.processes import ALONE
 from siamesenorm.training.recipe_files import load
 from siamesenorm.training.run import RunLog, quiet_engine
 from siamesenorm.training.run_folder import RunFolder
 from siamesenorm.training.settings import device_of, scheme_of
+from siamesenorm.training.tasks import task_of
 
 ROUNDS, STEPS = 8, 6
 

@@ -173,8 +173,7 @@ def test_the_split_into_micro_batches_does_not_change_a_masked_run(prepared, tmp
 def test_what_cannot_follow_a_mask_is_refused(prepared):
     recipe = prepared("data.document_masking=true")
     model = check(recipe)
-    mask = document_mask(recipe)
-    assert mask is not None
+    mask = task_of(recipe).objective(model, task_of(recipe).load(ALONE), torch.device("cpu")).mask
     assert mask.eos_id == 0
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ConfigError, match="sdpa and eager, not with 'flash_attention_2'"):

@@ -14,12 +14,12 @@ _SECONDS_TO_SPEAK = 10
 
 
 def _app() -> typer.Typer:
-    from siamesenorm.cli import data, generate, inspect, train
+    from siamesenorm.cli import data, generate, inspect, sample, train
     from siamesenorm.cli import eval as evaluate
 
     app = typer.Typer(
         name="siamesenorm",
-        help="Train, evaluate and look into language models with SiameseNorm or another residual scheme.",
+        help="Train, evaluate and look into Transformers with SiameseNorm or another residual scheme: text, images, diffusion.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -27,6 +27,7 @@ def _app() -> typer.Typer:
     app.command("train")(train.train)
     app.command("eval")(evaluate.evaluate)
     app.command("generate")(generate.generate)
+    app.command("sample")(sample.sample)
     app.command("inspect")(inspect.inspect)
     app.add_typer(data.app)
     return app

@@ -60,15 +60,16 @@ class _Subject:
     """What is inspected: models on the meta device, and how the recipe trains them where there is one."""
 
     title: str
-    model: PreTrainedModel
-    baseline: PreTrainedModel
-    sequence_length: int
+    model: Any
+    baseline: Any
+    sequence_length: int | None
     recipe: Recipe | None
     arguments: tuple[str, ...] = ()
 
 
 def _facts(subject: _Subject, ranks: int) -> dict[str, Any]:
     from siamesenorm.hosts import site_table
+    from siamesenorm.training.example import forward_inputs
     from siamesenorm.training.build import parameter_counts
     from siamesenorm.training.cost import FORMULA, active_parameters, expert_counts, flops_per_token
 
@@ -84,7 +85,8 @@ def _facts(subject: _Subject, ranks: int) -> dict[str, Any]:
         "params_active": active_parameters(model),
         "params_non_embedding": non_embedding,
         "experts": None if experts is None else {"active": experts[0], "total": experts[1]},
-        "sequence_length": length,
+        "sequence_length": length or forward_inputs(model)[1],
+        "of_images": length is None,
         "flops_per_token_forward": flops.products + flops.elementwise,
         "flops_per_token_training": flops.training,
         "flops_formula": FORMULA,
@@ -104,7 +106,7 @@ def _facts(subject: _Subject, ranks: int) -> dict[str, Any]:
     return facts
 
 
-def _memory(model: PreTrainedModel, recipe: Recipe, ranks: int) -> dict[str, Any]:
+def _memory(model: Any, recipe: Recipe, ranks: int) -> dict[str, Any]:
     """Bytes on one process, and what they depend on."""
     from siamesenorm.training.memory import training_memory
     from siamesenorm.training.parallel import micro_batch_size, strategy
@@ -155,23 +157,43 @@ def _from_recipe(name: str, overrides: list[str]) -> _Subject:
         _title(recipe),
         check(recipe, needs_data=False),
         check(baseline, needs_data=False),
-        recipe.data.sequence_length,
+        getattr(recipe.data, "sequence_length", None),
         recipe,
         (name, *overrides),
     )
 
 
 def _from_folder(path: Path, overrides: list[str]) -> _Subject:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from siamesenorm.hosts import rewire, scheme_of
-    from siamesenorm.residual import ConfigError, one_line
+    from siamesenorm.hosts import scheme_of
+    from siamesenorm.residual import ConfigError
     from siamesenorm.training.limits import positions_of
 
     if overrides:
         raise ConfigError(f"'{overrides[0]}' changes a recipe's values; the model in {path} is as it is")
     folder, recipe = model_and_recipe(path)
+    if (folder / "model_index.json").is_file():
+        model, baseline, kind = _of_diffusers(folder)
+        length = None
+    else:
+        model, baseline, kind = _of_transformers(folder)
+        of_text = getattr(model.config, "image_size", None) is None
+        length = getattr(recipe.data, "sequence_length", None) if recipe else None
+        length = length or (positions_of(model) or _DEFAULT_LENGTH if of_text else None)
+    scheme = scheme_of(model.config)
+    title = f"{path}: {kind} with {_scheme(scheme.name, scheme.options())}"
+    arguments = (str(path / "config.yaml"),) if recipe else ()
+    return _Subject(title, model, baseline, length, recipe, arguments)
+
+
+def _of_transformers(folder: Path) -> tuple[Any, Any, str]:
+    """The model in a folder and the same with Pre-Norm, without weights, and what kind it is."""
+    import torch
+    from transformers import AutoConfig
+
+    from siamesenorm import hub
+    from siamesenorm.hosts import rewire
+    from siamesenorm.residual import ConfigError, one_line
+
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} holds no saved model: it has no config.json")
     try:
@@ -183,15 +205,27 @@ def _from_folder(path: Path, overrides: list[str]) -> _Subject:
     if not plain:
         changed.residual_scheme = {"name": _BASELINE}
     with torch.device("meta"):
-        model, baseline = (AutoModelForCausalLM.from_config(each) for each in (config, changed))
+        model, baseline = (hub.auto_class(config).from_config(each) for each in (config, changed))
         if plain:
             # A model that the package has not touched is Pre-Norm already; rewiring only gives its sites names.
             model, baseline = rewire(model, _BASELINE), rewire(baseline, _BASELINE)
-    scheme = scheme_of(model.config)
-    length = recipe.data.sequence_length if recipe else positions_of(model) or _DEFAULT_LENGTH
-    title = f"{path}: {config.model_type} with {_scheme(scheme.name, scheme.options())}"
-    arguments = (str(path / "config.yaml"),) if recipe else ()
-    return _Subject(title, model, baseline, length, recipe, arguments)
+    return model, baseline, config.model_type
+
+
+def _of_diffusers(folder: Path) -> tuple[Any, Any, str]:
+    """As `_of_transformers`, of a pipeline's transformer."""
+    import torch
+
+    from siamesenorm.hosts import rewire
+    from siamesenorm.training.sampling import load_pipeline
+
+    model = load_pipeline(folder).transformer
+    kind = type(model).__name__
+    if not hasattr(model, "scheme"):
+        model = rewire(model, _BASELINE)
+    with torch.device("meta"):
+        baseline = type(model).from_config({**model.config, "residual_scheme": {"name": _BASELINE}})
+    return model.to("meta"), baseline, kind
 
 
 def _title(recipe: Recipe) -> str:
@@ -258,10 +292,11 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if experts:
         parameters += f"; {facts['params_active']:,} active, with {experts['active']} of {experts['total']} experts"
     yield "parameters", parameters
+    of = "images" if facts["of_images"] else "sequences"
     yield (
         "FLOPs per token",
         f"{facts['flops_per_token_training']:,.0f} in training, {facts['flops_per_token_forward']:,.0f} forward, in "
-        f"sequences of {facts['sequence_length']}",
+        f"{of} of {facts['sequence_length']}",
     )
     yield (
         "over Pre-Norm",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,24 +48,48 @@ def model_and_recipe(path: Path) -> tuple[Path, Recipe | None]:
 
 
 def load(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A saved model and its tokeniser.
+    """A saved language model and its tokeniser.
 
     Raises:
         ConfigError: where either cannot be loaded.
     """
-    from transformers import AutoTokenizer
-    from transformers.utils import logging
-
     from siamesenorm import hub
+    from siamesenorm.residual import ConfigError
+
+    if (path / "model_index.json").is_file():
+        raise ConfigError(f"'{path}' holds a diffusion model; siamesenorm sample draws from it")
+    model = hub.load(path)
+    if getattr(model.config, "image_size", None) is not None:
+        raise ConfigError(f"'{path}' holds an image classifier, which writes no text")
+    return model, load_tokenizer(path)
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokeniser saved with a model.
+
+    Raises:
+        ConfigError: where it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
     from siamesenorm.residual import ConfigError, one_line
 
-    logging.disable_progress_bar()
-    model = hub.load(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # the readers raise whatever a broken file leads them to
         raise ConfigError(f"no tokeniser can be loaded from {path}: {one_line(error)}") from error
-    return model, tokenizer
+    return tokenizer
+
+
+@contextmanager
+def bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr where that is a terminal; what it gives is told how many more are done."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda done: progress.advance(task, done)
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -67,8 +67,8 @@ class ImageDataRecipe:
 
     ``source`` is the embedded set, ``digits``, a folder of class folders, Parquet files, a Hugging Face image set on
     disk or on the hub (``hf:NAME``), or, for diffusion, a folder that ``siamesenorm data encode-latents`` made.
-    Images are brought to ``image_size`` pixels a side and ``channels`` (1 is grey, 3 is colour); latents have their own
-    sizes, so there both are null. ``flip`` mirrors half of the training images. ``validation_images``, spread evenly
+    Images are brought to ``image_size`` pixels a side and ``channels`` (1 is grey, 3 is colour), of which the short side
+    keeps ``crop_fraction``; latents have their own sizes, so there they are null. ``flip`` mirrors half of the training images. ``validation_images``, spread evenly
     over the held-out ones, are what every validation is measured on (null: all of them). ``sha256`` is the fingerprint
     that the set must have; null takes it as it is, and a run writes down what it found. An image that cannot be read is
     left out and counted, or an error with ``unreadable: error``. ``workers`` are processes that read ahead.
@@ -77,6 +77,7 @@ class ImageDataRecipe:
     source: str
     image_size: int | None = None
     channels: int | None = None
+    crop_fraction: float | None = None
     flip: bool = False
     validation_images: int | None = None
     sha256: str | None = None
@@ -451,9 +452,11 @@ _LEAST: dict[str, float] = {
         1,
     ),
 }  # fmt: skip
-_ABOVE_ZERO = ("optim.lr", "optim.eps", "train.max_grad_norm", "diffusion.beta_start", "diffusion.beta_end")
+_ABOVE_ZERO = (
+    "optim.lr", "optim.eps", "train.max_grad_norm", "diffusion.beta_start", "diffusion.beta_end", "data.crop_fraction",
+)  # fmt: skip
 _BELOW_ONE = ("optim.beta1", "optim.beta2", "train.ema_decay", "loss.label_smoothing", "diffusion.label_dropout")
-_SHARES = ("schedule.final_fraction", "augment.erase", "augment.random_crop")
+_SHARES = ("schedule.final_fraction", "augment.erase", "augment.random_crop", "data.crop_fraction")
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "data.channels": (1, 3),
     "data.unreadable": ("skip", "error"),

@@ -1,0 +1,372 @@
+"""The task of taking noise out of images, knowing their class (DiT, arXiv 2212.09748)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from siamesenorm.data import images, latents
+from siamesenorm.data.images import ImageArrays
+from siamesenorm.data.latents import LatentArrays
+from siamesenorm.residual import ConfigError
+from siamesenorm.training import pictures, sampling
+from siamesenorm.training.frechet import Judge, distance, judge_for
+from siamesenorm.training.processes import ALONE, Processes
+from siamesenorm.training.recipe import DiffusionRecipe, ImageDiffusionRecipe
+from siamesenorm.training.settings import autocast_of
+from siamesenorm.training.tasks.base import Batch, Objective
+from siamesenorm.training.tasks.images import ImageTask, PixelBatches, shares
+from siamesenorm.training.variational import Bound
+
+SAMPLES = "samples.png"
+
+
+@dataclass(frozen=True)
+class Denoised:
+    """Mean squared error of the prediction, and the variational bound in bits per number where the variance is learned."""
+
+    loss: float
+    variational: float | None
+    images: int
+
+    def figures(self) -> dict[str, float]:
+        """As `tasks.Evaluation.figures`."""
+        figures = {"val_loss": self.loss, "val_images": self.images}
+        return figures if self.variational is None else {**figures, "val_variational": self.variational}
+
+
+class Noise:
+    """The noise of a recipe, by diffusers' DDPM scheduler.
+
+    Args:
+        recipe: its noise.
+        pixels: whether the images are pixels, whose guesses a sampler may clip to where pixels can be.
+    """
+
+    def __init__(self, recipe: DiffusionRecipe, *, pixels: bool) -> None:
+        from diffusers import DDIMScheduler, DDPMScheduler
+
+        common = {
+            "num_train_timesteps": recipe.timesteps,
+            "beta_start": recipe.beta_start,
+            "beta_end": recipe.beta_end,
+            "beta_schedule": recipe.beta_schedule,
+            "prediction_type": recipe.prediction,
+            "clip_sample": pixels,
+            "timestep_spacing": "trailing",
+        }
+        self.recipe = recipe
+        self.scheduler = DDPMScheduler(**common)
+        # What a saved pipeline samples with, unless it is given another.
+        self.sampler = DDIMScheduler(**common)
+        self.bound = Bound(self.scheduler.betas) if recipe.learned_sigma else None
+
+    def onto(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """x_t (batch, channels, height, width) of images, noise (both the same) and time steps (batch,) from 0."""
+        out: Tensor = self.scheduler.add_noise(x0, noise, t)
+        return out
+
+    def errors(self, out: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor) -> list[Tensor]:
+        """Of a model's output for ``xt``: the squared error and the bound of each image, (batch,), in float32."""
+        out = out.float()
+        prediction, sigma = out.chunk(2, dim=1) if self.bound is not None else (out, None)
+        is_noise = self.recipe.prediction == "epsilon"
+        target = noise if is_noise else self.scheduler.get_velocity(x0, noise, t)
+        parts = [(prediction - target).square().flatten(1).mean(1)]
+        if self.bound is not None:
+            kept = self.scheduler.alphas_cumprod.to(t.device)[t].view(-1, 1, 1, 1)
+            if is_noise:
+                guess = (xt - (1 - kept).sqrt() * prediction) / kept.sqrt()
+            else:
+                guess = kept.sqrt() * xt - (1 - kept).sqrt() * prediction
+            parts.append(self.bound(x0, xt, t, guess, sigma))
+        return parts
+
+
+class Diffusion(ImageTask[ImageDiffusionRecipe]):
+    """A DiT of diffusers, on labelled images or latents."""
+
+    head = "ForDiffusion"
+    loss_label = "squared error of the prediction"
+
+    def images(self) -> Any:
+        """The images, or the latents that ``siamesenorm data encode-latents`` made of some."""
+        wanted = self.recipe.data
+        if not latents.is_folder(wanted.source):
+            return super().images()
+        for name in ("image_size", "channels", "crop_fraction", "flip"):
+            if getattr(wanted, name):
+                raise ConfigError(f"data.{name} was decided when the latents in {wanted.source} were made; leave it out")
+        found = latents.prepare(Path(wanted.source))
+        scaling = found.encoded.autoencoder_config.get("scaling_factor") or 1.0
+        if set(found.encoded.shift) != {0.0} or set(found.encoded.scale) != {float(scaling)}:
+            raise ConfigError(
+                f"the autoencoder {found.encoded.autoencoder} shifts its latents, or scales each channel in its own way, "
+                "which diffusers' DiTPipeline does not undo"
+            )
+        return found
+
+    def of_data(self, *, needs_data: bool) -> dict[str, Any]:
+        """Size, channels and classes."""
+        recipe, config = self.recipe, self.recipe.model.config
+        out = {"class_dropout_prob": recipe.diffusion.label_dropout}
+        double = 2 if recipe.diffusion.learned_sigma else 1
+        if not needs_data and {"sample_size", "in_channels", "num_embeds_ada_norm"} <= config.keys():
+            return {**out, "out_channels": double * config["in_channels"]}
+        data = self.images()
+        channels, size = _shape(data)
+        return {
+            **out,
+            "sample_size": size,
+            "in_channels": channels,
+            "out_channels": double * channels,
+            "num_embeds_ada_norm": len(data.classes),
+        }
+
+    def check(self, model: Any, *, needs_data: bool) -> None:
+        """Refuse samples that could not be drawn."""
+        recipe = self.recipe
+        wanted = recipe.sample
+        sampling.check_sampler(wanted.sampler)
+        if wanted.steps > recipe.diffusion.timesteps:
+            raise ConfigError(f"sample.steps ({wanted.steps}) exceeds diffusion.timesteps ({recipe.diffusion.timesteps})")
+        if not recipe.diffusion.label_dropout and any(scale > 1 for scale in wanted.guidance):
+            raise ConfigError(
+                "diffusion.label_dropout=0 makes a model without a null class, which cannot be guided: sample.guidance=1"
+            )
+        if not needs_data:
+            return
+        if wanted.distance_images and wanted.classifier is None and latents.is_folder(recipe.data.source):
+            raise ConfigError("sample.distance_images needs a classifier of the images in sample.classifier, or to be 0")
+        if wanted.distance_images and wanted.classifier is not None:
+            Judge.load(Path(wanted.classifier))
+
+    def objective(self, model: Any, data: Any, device: torch.device) -> NoiseObjective:
+        """The error of the prediction, and the variational bound."""
+        recipe = self.recipe
+        noise = Noise(recipe.diffusion, pixels=isinstance(data, ImageArrays))
+        return NoiseObjective(noise, len(data.classes), device, autocast_of(recipe))
+
+    def batches(self, data: Any) -> Any:
+        """Images, or latents drawn from what the autoencoder says of them."""
+        wanted = self.recipe.data
+        if isinstance(data, ImageArrays):
+            return PixelBatches(data.train, data.sha256, wanted.workers, wanted.flip)
+        return LatentBatches(data, wanted.workers)
+
+    @torch.no_grad()
+    def validate(
+        self, model: Any, data: Any, *, device: torch.device, batch_size: int, processes: Processes = ALONE
+    ) -> Denoised:
+        """The errors on the held-out images, each with a noise and a time step of its own that never change."""
+        was_training = model.training
+        model.eval()
+        noise = Noise(self.recipe.diffusion, pixels=isinstance(data, ImageArrays))
+        low, timesteps = autocast_of(self.recipe), self.recipe.diffusion.timesteps
+        totals = torch.zeros(3, dtype=torch.float64, device=device)
+        numbers = self.held_out(data)
+        for indices, counting in shares(numbers, batch_size, processes):
+            generators = [torch.Generator().manual_seed(int(index)) for index in indices]
+            x0, labels = _held_out_batch(data, indices, generators)
+            x0 = x0.to(device)
+            drawn = torch.stack([torch.randn(x0.shape[1:], generator=each) for each in generators]).to(device)
+            t = torch.stack([torch.randint(timesteps, (), generator=each) for each in generators]).to(device)
+            xt = noise.onto(x0, drawn, t)
+            with torch.autocast(device.type, dtype=low, enabled=low is not None):
+                out = model(hidden_states=xt, timestep=t, class_labels=labels.to(device)).sample
+            parts = noise.errors(out, x0, xt, drawn, t)
+            sums = [part[counting.to(device)].double().sum() for part in parts]
+            totals[: len(sums)] += torch.stack(sums)
+            totals[2] += counting.sum()
+        model.train(was_training)
+        loss, variational, count = processes.sum(totals).tolist()
+        learned = self.recipe.diffusion.learned_sigma
+        return Denoised(loss / count, variational / count if learned else None, int(count))
+
+    def save(self, model: Any, data: Any, path: Path) -> None:
+        """A pipeline of diffusers: model, autoencoder and scheduler."""
+        self._pipeline(model, data).save_pretrained(path)
+
+    def _pipeline(self, model: Any, data: Any) -> Any:
+        from diffusers import DiTPipeline
+
+        from siamesenorm.hub.pixels import PixelAutoencoder
+
+        pixels = isinstance(data, ImageArrays)
+        autoencoder = PixelAutoencoder() if pixels else data.autoencoder().model
+        sampler = Noise(self.recipe.diffusion, pixels=pixels).sampler
+        names = dict(enumerate(data.classes))
+        pipeline = DiTPipeline(model, autoencoder.to(model.device), sampler, id2label=names)
+        pipeline.register_to_config(id2label=names)
+        return pipeline
+
+    def show(self, model: Any, data: Any, folder: Path, note: Callable[[str], None]) -> dict[str, Any]:
+        """A sheet of samples at each guidance scale, and the Fréchet distance of many to the held-out images."""
+        wanted, pipeline = self.recipe.sample, self._pipeline(model, data)
+
+        def draw(labels: list[int], guidance: float) -> np.ndarray:
+            return sampling.draw(
+                pipeline, labels, steps=wanted.steps, guidance=guidance, sampler=wanted.sampler, seed=self.recipe.seed
+            )
+
+        classes = range(len(data.classes))
+        if wanted.per_class:
+            note(f"drawing samples at guidance {', '.join(f'{scale:g}' for scale in wanted.guidance)}")
+            labels = [label for label in classes for _ in range(wanted.per_class)]
+            drawn = [(f"guidance {scale:g}", draw(labels, scale)) for scale in wanted.guidance]
+            sheets = [(title, pictures.sheet(made, wanted.per_class)) for title, made in drawn]
+            pictures.samples(sheets, data.classes, folder / SAMPLES)
+        if not wanted.distance_images:
+            return {}
+        note(f"drawing {wanted.distance_images:,} samples for the Fréchet distance")
+        held_out = data
+        if isinstance(data, LatentArrays):
+            made_of = data.encoded
+            held_out = images.prepare(
+                made_of.source, image_size=made_of.image_size, channels=made_of.image_channels
+            )
+        judge = judge_for(self.recipe, image_size=held_out.image_size, channels=held_out.channels, note=note)
+        # As often as they are held out, class by class.
+        of = data.validation.labels
+        labels = [int(label) for label in of[np.arange(wanted.distance_images) * len(of) // wanted.distance_images]]
+        drawn_features = judge.features((draw(labels, 1.0) * 255).round().astype(np.uint8))
+        real, trained = (_features(judge, split) for split in (held_out.validation, held_out.train))
+        return {
+            "frechet_distance": distance(drawn_features, real),
+            "frechet_distance_of_training_images": distance(trained, real),
+            "frechet_samples": wanted.distance_images,
+            "frechet_classifier": str(judge.path),
+        }
+
+    def files(self) -> dict[str, str]:
+        """As `Task.files`."""
+        return {SAMPLES: "samples of each class, at each guidance scale"}
+
+    def report(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Errors and distance."""
+        lines = [("validation loss", "none" if summary["val_loss"] is None else f"{summary['val_loss']:.4f}, squared error")]
+        if summary.get("val_variational") is not None:
+            lines.append(("bound", f"{summary['val_variational']:.4f} bits per number"))
+        if summary.get("frechet_distance") is not None:
+            lines.append(
+                (
+                    "Fréchet distance",
+                    f"{summary['frechet_distance']:.2f} between {summary['frechet_samples']:,} samples and the held-out "
+                    f"images ({summary['frechet_distance_of_training_images']:.2f} for the training images), in the features "
+                    f"of {summary['frechet_classifier']}; this is not FID",
+                )
+            )
+        return [*lines, ("images", f"{summary['images_source']}, sha256 {summary['images_sha256']}")]
+
+    def next_command(self, path: Path) -> str:
+        """Drawing more."""
+        return f"siamesenorm sample {path} --guidance 2"
+
+    def example_loss(self, model: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensor:
+        """The loss of `example`."""
+        sample: Tensor = model(**inputs).sample
+        return sample.float().square().mean()
+
+
+class NoiseObjective(Objective):
+    """The squared error of the prediction, a mean over images; and the variational bound, which trains the variance."""
+
+    def __init__(
+        self, noise: Noise, classes: int, device: torch.device, autocast: torch.dtype | None = None
+    ) -> None:
+        self.noise = noise
+        self.classes = classes
+        self.device = device
+        self.autocast = autocast
+        if noise.bound is not None:
+            self.names, self.weights = ("loss", "variational"), (1.0, 1.0)
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Images between -1 and 1, their noise and time steps, and their labels, some replaced by the null class."""
+        x0, labels, recipe = _scaled(batch["images"]), batch["labels"], self.noise.recipe
+        noise = torch.randn_like(x0)
+        t = torch.randint(recipe.timesteps, (len(x0),), device=x0.device)
+        # Once for all blocks, and not drawn anew where a block is run again.
+        dropped = torch.rand(len(x0), device=x0.device) < recipe.label_dropout
+        return {
+            "x0": x0,
+            "xt": self.noise.onto(x0, noise, t),
+            "noise": noise,
+            "t": t,
+            "labels": labels.masked_fill(dropped, self.classes),
+        }
+
+    def counts(self, batch: Batch) -> Tensor:
+        """Images, for both parts."""
+        return torch.tensor([len(batch["t"])] * len(self.names), device=self.device)
+
+    def sums(self, forward: Callable[..., Any], micro_batch: Batch) -> list[Tensor]:
+        """Both errors."""
+        x0, xt, noise, t = (micro_batch[name] for name in ("x0", "xt", "noise", "t"))
+        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            out = forward(hidden_states=xt, timestep=t, class_labels=micro_batch["labels"]).sample
+        return [part.sum() for part in self.noise.errors(out, x0, xt, noise, t)]
+
+
+@dataclass(frozen=True)
+class LatentBatches:
+    """Training latents, each drawn anew from what the autoencoder says of its image.
+
+    Attributes:
+        data: the latents.
+        workers: processes that read ahead.
+    """
+
+    data: LatentArrays
+    workers: int = 0
+
+    @property
+    def sha256(self) -> str:
+        """Of the set."""
+        return self.data.sha256
+
+    def __len__(self) -> int:
+        return len(self.data.train)
+
+    def batch(self, indices: np.ndarray, generator: torch.Generator) -> Batch:
+        """``images`` (batch, channels, height, width), float32, and ``labels`` (batch,)."""
+        drawn, labels = self.data.train.batch(indices, generator)
+        return {"images": torch.as_tensor(drawn), "labels": torch.as_tensor(labels)}
+
+
+def _scaled(images: Tensor) -> Tensor:
+    """Bytes to numbers between -1 and 1; latents are as they should be."""
+    return images.float() / 127.5 - 1 if images.dtype == torch.uint8 else images
+
+
+def _shape(data: Any) -> tuple[int, int]:
+    """Channels and side of what the model sees."""
+    if isinstance(data, ImageArrays):
+        return data.channels, data.image_size
+    channels, height, width = data.latent_shape
+    if height != width:
+        raise ConfigError(f"the latents in {data.source} are {height}×{width}; the model needs squares")
+    return channels, height
+
+
+def _held_out_batch(data: Any, indices: np.ndarray, generators: list[torch.Generator]) -> tuple[Tensor, Tensor]:
+    if isinstance(data, ImageArrays):
+        pixels, labels = data.validation.batch(indices)
+        return _scaled(torch.from_numpy(pixels)), torch.from_numpy(labels)
+    # One by one, so that what is drawn does not depend on what it is drawn with.
+    found = [data.validation.batch([int(index)], each) for index, each in zip(indices, generators, strict=True)]
+    return (
+        torch.cat([torch.as_tensor(drawn) for drawn, _ in found]),
+        torch.cat([torch.as_tensor(labels) for _, labels in found]),
+    )
+
+
+def _features(judge: Judge, split: Any) -> np.ndarray:
+    parts = [split.batch(np.arange(start, min(start + 512, len(split))))[0] for start in range(0, len(split), 512)]
+    return judge.features(np.concatenate(parts).transpose(0, 2, 3, 1))

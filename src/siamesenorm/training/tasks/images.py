@@ -1,0 +1,182 @@
+"""What the tasks on images share: their data, and how it comes in batches."""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from siamesenorm import hosts
+from siamesenorm.data import images
+from siamesenorm.data.images import ImageArrays, ImageSplit
+from siamesenorm.residual import ConfigError
+from siamesenorm.training.augment import flipped, shifted
+from siamesenorm.training.example import forward_inputs
+from siamesenorm.training.processes import Processes
+from siamesenorm.training.recipe import Recipe
+from siamesenorm.training.tasks.base import Batch, Task, require_host
+
+R = TypeVar("R", bound=Recipe)
+
+
+class ImageTask(Task[R, Any]):
+    """A task whose data are labelled images."""
+
+    counts_images = True
+    head: str
+
+    def build(self, *, needs_data: bool = True) -> Any:
+        """The model, made for the size and the classes of the data."""
+        recipe = self.recipe
+        require_host(recipe, self.head)
+        if recipe.model.pretrained is not None:
+            raise ConfigError("model.pretrained is for language models; a model of images starts from its own seed")
+        config = self.of_data(needs_data=needs_data)
+        for key, value in config.items():
+            given = recipe.model.config.get(key, value)
+            if given != value:
+                raise ConfigError(f"model.config.{key} is {given!r}, and the data says {value!r}; leave it out")
+        torch.manual_seed(recipe.seed)
+        whole = {**config, **recipe.model.config}
+        return hosts.build(recipe.model.host, whole, recipe.model.scheme, dict(recipe.model.options))
+
+    @abstractmethod
+    def of_data(self, *, needs_data: bool) -> dict[str, Any]:
+        """The keys of the model's configuration that the data decides."""
+
+    def images(self) -> ImageArrays:
+        """The images that the recipe names, looked through and split."""
+        wanted = self.recipe.data
+        return images.prepare(
+            wanted.source,
+            image_size=wanted.image_size,
+            channels=wanted.channels,
+            crop_fraction=wanted.crop_fraction or 1.0,
+            unreadable=wanted.unreadable,
+        )
+
+    def load(self, processes: Processes) -> Any:
+        """The images."""
+        return processes.first(self.images)
+
+    def pinned(self, data: Any) -> R:
+        """The recipe with the fingerprint of its images in it."""
+        recipe = self.recipe
+        wanted = recipe.data.sha256
+        if wanted is not None and wanted != data.sha256:
+            raise ConfigError(
+                f"the images of {data.source} are not those that data.sha256 asks for: they have {data.sha256[:16]}…, "
+                f"not {wanted[:16]}… (data.sha256=null takes them as they are)"
+            )
+        if len(data.train) < recipe.train.batch_size:
+            raise ConfigError(
+                f"train.batch_size ({recipe.train.batch_size}) asks for more images than there are to train on "
+                f"({len(data.train):,})"
+            )
+        self.held_out(data)
+        return replace(recipe, data=replace(recipe.data, source=data.source, sha256=data.sha256))
+
+    def describe(self, data: Any) -> str:
+        """The set."""
+        return (
+            f"images {data.source}, sha256 {data.sha256}: {len(data.train):,} to train on, {len(data.validation):,} held "
+            f"out, {len(data.classes):,} classes"
+        )
+
+    def facts(self, data: Any, figures: Mapping[str, Any]) -> dict[str, Any]:
+        """The set."""
+        return {"images_source": data.source, "images_sha256": data.sha256, "classes": len(data.classes)}
+
+    def example(self, model: Any, rows: int, device: str) -> tuple[dict[str, Any], int]:
+        """Empty images."""
+        return forward_inputs(model, rows, device=device)
+
+    def held_out(self, data: Any) -> np.ndarray:
+        """The numbers of the held-out images that a validation is measured on."""
+        return chosen(data.validation, self.recipe.data.validation_images, "data.validation_images")
+
+
+@dataclass(frozen=True)
+class PixelBatches:
+    """Training images as bytes, changed at random.
+
+    Attributes:
+        split: the images.
+        sha256: of the set.
+        workers: processes that read ahead.
+        flip: mirror half of them.
+        shift: move them by up to so many pixels.
+        crop: from an image in its own size to (channels, size, size); draws from the global generators.
+    """
+
+    split: ImageSplit
+    sha256: str
+    workers: int = 0
+    flip: bool = False
+    shift: int = 0
+    crop: Callable[[Any], np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def batch(self, indices: np.ndarray, generator: torch.Generator) -> Batch:
+        """``images`` (batch, channels, height, width), bytes, and ``labels`` (batch,)."""
+        if self.crop is not None:
+            seed = int(torch.randint(2**31, (), generator=generator))
+            random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+            pixels = np.stack([self.crop(self.split.image(int(index))) for index in indices])
+            return {"images": torch.from_numpy(pixels), "labels": torch.from_numpy(self.split.labels[indices])}
+        pixels, labels = self.split.batch(indices)
+        images = torch.from_numpy(pixels)
+        if self.flip:
+            images = flipped(images, generator)
+        if self.shift:
+            images = shifted(images, self.shift, generator)
+        return {"images": images, "labels": torch.from_numpy(labels)}
+
+
+def chosen(split: Any, count: int | None, name: str) -> np.ndarray:
+    """The numbers of so many images of a split, spread evenly over all; ``None`` is all.
+
+    Raises:
+        ConfigError: it has fewer than ``name`` asks for.
+    """
+    available = len(split)
+    wanted = available if count is None else count
+    if wanted > available:
+        raise ConfigError(f"{name} asks for {wanted:,} held-out images, and there are {available:,}")
+    return np.arange(wanted) * available // wanted
+
+
+def require_classes(known: Mapping[int, str], classes: Sequence[str], source: str) -> None:
+    """Refuse images of other classes than a model knows, or of the same in another order.
+
+    Raises:
+        ConfigError: naming the first that differs.
+    """
+    mine = [known[index] for index in sorted(known)]
+    named = any(name != f"LABEL_{index}" for index, name in enumerate(mine))
+    if len(mine) != len(classes):
+        raise ConfigError(f"the model tells {len(mine)} classes apart, and {source} has {len(classes)}")
+    for index, (own, other) in enumerate(zip(mine, classes, strict=True)):
+        if named and own != other:
+            raise ConfigError(f"class {index} of the model is '{own}', and that of {source} is '{other}'")
+
+
+def shares(numbers: np.ndarray, batch_size: int, processes: Processes) -> Iterator[tuple[np.ndarray, Tensor]]:
+    """One process's share of images by number, in batches, and which of each batch count.
+
+    Processes that hold a model in parts must run it equally often, so short shares are filled up with images that count
+    elsewhere.
+    """
+    share = -(-len(numbers) // processes.count)
+    mine = np.arange(processes.rank * share, (processes.rank + 1) * share)
+    for start in range(0, share, batch_size):
+        rows = mine[start : start + batch_size]
+        yield numbers[rows % len(numbers)], torch.from_numpy(rows < len(numbers))
