@@ -1,4 +1,4 @@
-"""``siamesenorm data prepare`` and what is done with its folders, as commands."""
+"""``siamesenorm data`` and what is done with its folders, as commands."""
 
 import json
 import os
@@ -199,3 +199,15 @@ def test_kill_and_the_same_command_gives_equal_bytes(tmp_path):
     ]
     assert len(files[0]) > 100
     assert files[0] == files[1]
+
+
+def test_encode_latents_says_what_is_wrong_before_it_loads_anything(command):
+    encode = ["data", "encode-latents", "digits", "--autoencoder", "nothing", "--image-size", "16", "--out"]
+    refused(command(*encode, "new", "--batch-size", "0"), "--batch-size must be at least 1")
+    refused(command(*encode, "new", "--dtype", "float61"), "did you mean 'float16'?")
+    refused(command(*encode, "new", "--device", "gpu"), "--device gpu cannot be used")
+    refused(command(*encode, "corpus.jsonl"), "corpus.jsonl is a file; --out needs a folder")
+    Path("full").mkdir()
+    Path("full/x").touch()
+    refused(command(*encode, "full"), "full is not empty and holds no latents")
+    assert not Path("new").exists()

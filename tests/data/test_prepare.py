@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from siamesenorm.data import arrays, byte_tokenizer, prepare, shards
+from siamesenorm.data import arrays, byte_tokenizer, folders, prepare, shards
 from siamesenorm.data import tokenizer as tokenizers
 from siamesenorm.data.prepare import Request, held_out
 from siamesenorm.data.sources import Reading
@@ -429,7 +429,10 @@ def test_a_full_disk_leaves_what_was_finished(corpus, tmp_path, monkeypatch):
 
 
 def test_two_processes_do_not_prepare_one_folder(corpus, tmp_path):
-    with prepare._claimed(tmp_path / "out"), pytest.raises(ConfigError, match="another process is preparing"):
+    with (
+        folders.claimed(tmp_path / "out", "preparing"),
+        pytest.raises(ConfigError, match="another process is preparing"),
+    ):
         run(request(corpus), tmp_path / "out")
     assert run(request(corpus), tmp_path / "out").status == "finished"
 

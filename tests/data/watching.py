@@ -1,4 +1,4 @@
-"""A watcher of preparations that remembers."""
+"""A watcher of preparations and encodings that remembers."""
 
 
 class Silent:
@@ -10,10 +10,13 @@ class Silent:
     def note(self, message: str) -> None:
         self.notes.append(message)
 
-    def begin(self, what: str, total_bytes: int | None) -> None:
-        self.passes.append((what, total_bytes))
+    def begin(self, what: str, total: int | None) -> None:
+        self.passes.append((what, total))
 
     def show(self, *counts: int) -> None:
+        self.shown = counts
+
+    def show_images(self, *counts: int) -> None:
         self.shown = counts
 
     def end(self) -> None:

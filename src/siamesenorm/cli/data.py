@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,14 +12,16 @@ import typer
 from siamesenorm.cli.options import Json, print_json
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from siamesenorm.data.shards import TokenArrays
 
-app = typer.Typer(name="data", help="Make token arrays to train on.", no_args_is_help=True)
+app = typer.Typer(name="data", help="Make token arrays and latents to train on.", no_args_is_help=True)
 
 
 @app.callback()
 def data() -> None:
-    """Make token arrays to train on."""
+    """Make token arrays and latents to train on."""
 
 
 @app.command("prepare")
@@ -69,15 +72,90 @@ def prepare(
     end = None if document_end is None else document_end.replace("\\n", "\n").replace("\\t", "\t")
     reading = Reading(text_field, end, format, split, subset, revision)
     request = Request(source, reading, tokenizer, train_bpe, validation_fraction, skip_bad, seed, shard_tokens)
-    try:
+    with _interruptible():
         done = run(request, out, for_terminal())
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from what was finished", file=sys.stderr)
-        raise typer.Exit(130) from None
     if json:
         print_json(done.summary())
     else:
         _report(done.summary(), done.arrays)
+
+
+@app.command("encode-latents")
+def encode_latents(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="'digits', a folder of class folders, Parquet files, a Hugging Face dataset saved to disk, or hf:NAME "
+            "for one on the hub."
+        ),
+    ],
+    autoencoder: Annotated[
+        str, typer.Option(metavar="NAME_OR_PATH", help="An image autoencoder of diffusers, or a pipeline that has one.")
+    ],
+    image_size: Annotated[int, typer.Option(help="Pixels of a side of the square that images are made.")],
+    out: Annotated[Path, typer.Option(help="The folder to make; the same command goes on with an unfinished one.")],
+    batch_size: Annotated[int, typer.Option(help="Images encoded at once.")] = 32,
+    device: Annotated[
+        str | None, typer.Option(help="Such as cuda:1 or cpu; default: a GPU where there is one.")
+    ] = None,
+    flip: Annotated[
+        bool, typer.Option("--flip", help="Encode each image flipped from left to right too, to train on either.")
+    ] = False,
+    dtype: Annotated[str, typer.Option(help="What latents are stored as: float16 or float32.")] = "float16",
+    shard_size: Annotated[int, typer.Option(help="Images in one file.")] = 4096,
+    validation_fraction: Annotated[
+        float | None,
+        typer.Option(help="The share held out where the source has no split of its own; default: 0.1, of digits 0.2."),
+    ] = None,
+    crop_fraction: Annotated[
+        float, typer.Option(help="The share of the short side that the centre crop keeps, such as 0.875.")
+    ] = 1.0,
+    unreadable: Annotated[
+        str, typer.Option(help="skip (leave out and count images that cannot be read) or error (stop at the first).")
+    ] = "skip",
+    image_column: Annotated[str | None, typer.Option(help="Of a table, where its type does not tell.")] = None,
+    label_column: Annotated[str | None, typer.Option(help="Of a table, where its type does not tell.")] = None,
+    json: Json = False,
+) -> None:
+    """Turn labelled images into an autoencoder's latents, ahead of training a diffusion model on them."""
+    from siamesenorm.data.encode import Request, encode
+    from siamesenorm.data.progress import for_terminal
+
+    request = Request(
+        source, autoencoder, image_size, batch_size, device, flip, dtype, shard_size, validation_fraction,
+        crop_fraction, unreadable, image_column, label_column,
+    )  # fmt: skip
+    with _interruptible():
+        done = encode(request, out, for_terminal())
+    if json:
+        print_json(done.summary())
+    else:
+        _report_latents(done.summary())
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from what was finished", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def _report_latents(summary: dict[str, Any]) -> None:
+    if summary["status"] == "already finished":
+        print(f"{summary['out']} has already been encoded with these arguments\n")
+    for name in ("train", "validation"):
+        part = summary[name]
+        print(f"{name:16} {part['images']:,} images, {part['shards']} file{'s' if part['shards'] != 1 else ''}")
+    print(f"left out         {summary['unreadable']:,} images that cannot be read")
+    channels, height, width = summary["latent_shape"]
+    flipped = ", and of the flipped images" if summary["flip"] else ""
+    what = "means and variances" if summary["variational"] else "latents"
+    print(f"latents          {what} of {channels} × {height} × {width}, {summary['dtype']}{flipped}")
+    print(f"autoencoder      {summary['autoencoder']} ({summary['autoencoder_class']})")
+    print(f"size             {summary['bytes']:,} bytes in {summary['out']}")
+    print(f"sha256           {summary['sha256']}")
 
 
 def _report(summary: dict[str, Any], arrays: TokenArrays) -> None:

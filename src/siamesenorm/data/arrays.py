@@ -30,6 +30,11 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "siamesenorm"
 
 
+def check_memory(folder: Path, cache: Path) -> Path:
+    """Where `files.check_once` remembers what it has found right in a prepared folder, given by its absolute path."""
+    return cache / "checked" / f"{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}.json"
+
+
 def vocabulary(source: str) -> Vocabulary:
     """The ids of a source's tokeniser, without looking at its arrays.
 
@@ -108,8 +113,7 @@ def _prepared(folder: Path, cache: Path) -> TokenArrays:
     shards.check_files(arrays)
     # A trained model is saved with it, so what is wrong with it must not show only then.
     arrays.tokenizer()
-    memory = cache / "checked" / f"{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}.json"
-    shards.check_content(arrays, memory)
+    shards.check_content(arrays, check_memory(folder, cache))
     return arrays
 
 

@@ -1,19 +1,56 @@
-"""Writing to disk so that a crash at any moment leaves something whole."""
+"""Files that are whole: writing them so that a crash leaves nothing else, and checking big ones once."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file so that a crash leaves the old one or the new one, never a part."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with unfinished.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def check_once(expected: Mapping[Path, Sequence[Any]], check: Callable[[Path], None], memory: Path | None) -> None:
+    """Check the files of one folder, but for those that have not changed since they passed.
+
+    Args:
+        expected: what each file is checked against, in values that JSON can hold.
+        check: raises for a file that is not right.
+        memory: a file that remembers what passed and when it was last changed, so that big files are not read at each
+            start.
+    """
+    known = _remembered(memory)
+    passed: dict[str, list[Any]] = {}
+    for path, facts in expected.items():
+        stat = path.stat()
+        stamp = [stat.st_size, stat.st_mtime_ns, *facts]
+        if known.get(path.name) != stamp:
+            check(path)
+        passed[path.name] = stamp
+    if memory is not None and passed != known:
+        try:
+            memory.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(memory, json.dumps(passed))
+        except OSError:
+            # Without a memory the next start only takes longer.
+            return
+
+
+def _remembered(memory: Path | None) -> dict[str, Any]:
+    try:
+        known = {} if memory is None else json.loads(memory.read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import siamesenorm
-from siamesenorm.data import byte_tokenizer, shards
+from siamesenorm.data import byte_tokenizer, folders, shards
 from siamesenorm.data import tokenizer as tokenizers
 from siamesenorm.data.files import write_whole
 from siamesenorm.data.shards import ShardWriter, TokenArrays
@@ -39,6 +38,8 @@ _BATCH_BYTES = 4 << 20
 _BPE_BYTES = 1 << 30
 
 _COMMIT_SECONDS = 30.0
+
+_MARKS = (shards.META, shards.PROGRESS)
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,8 @@ class Watcher(Protocol):
     def note(self, message: str) -> None:
         """Something worth one line."""
 
-    def begin(self, what: str, total_bytes: int | None) -> None:
-        """A pass over the source starts; its size on disk, where that is known."""
+    def begin(self, what: str, total: int | None) -> None:
+        """A pass over the source starts; its size on disk in bytes, where that is known."""
 
     def show(self, done_bytes: int, documents: int, text_bytes: int, tokens: int) -> None:
         """How far the pass is: bytes of its size on disk, and this session's documents, bytes of text and tokens."""
@@ -172,7 +173,7 @@ def prepare(request: Request, out: Path, watcher: Watcher) -> Prepared:
     """
     request.check()
     started = time.perf_counter()
-    _check_folder(out)
+    folders.check(out, _MARKS, "prepared corpus")
     if Path(request.source).is_dir() and out.resolve().is_relative_to(Path(request.source).resolve()):
         raise ConfigError(
             f"--out {out} lies in the source {request.source}, so its files would be taken for documents; choose "
@@ -182,8 +183,8 @@ def prepare(request: Request, out: Path, watcher: Watcher) -> Prepared:
     arguments = replace(request, reading=reading).arguments()
     for note in source.notes:
         watcher.note(note)
-    with _claimed(out):
-        for path in _half_written(out):
+    with folders.claimed(out, "preparing"):
+        for path in folders.half_written(out, _MARKS):
             path.unlink()
         if (out / shards.META).exists():
             arrays = shards.read_meta(out, str(out))
@@ -461,25 +462,11 @@ def _open(request: Request, out: Path) -> tuple[Source, Reading]:
 
 def _written(out: Path) -> dict[str, Any]:
     """The arguments that a folder was made with, as far as they can be read."""
-    for name in (shards.META, shards.PROGRESS):
+    for name in _MARKS:
         with suppress(OSError, ValueError, KeyError, TypeError):
             arguments = json.loads((out / name).read_text(encoding="utf-8"))["arguments"]
             return arguments if isinstance(arguments, dict) else {}
     return {}
-
-
-def _check_folder(out: Path) -> None:
-    """Refuse a folder that holds something else; what is in it is left alone."""
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"{out} is a file; --out needs a folder")
-    ours = any((out / name).exists() for name in (shards.META, shards.PROGRESS))
-    if out.is_dir() and not ours and set(out.iterdir()) - set(_half_written(out)):
-        raise ConfigError(f"{out} is not empty and holds no prepared corpus; choose another --out")
-
-
-def _half_written(out: Path) -> list[Path]:
-    """What a process that was killed while it wrote one of its own files has left."""
-    return [path for name in (shards.META, shards.PROGRESS) for path in out.glob(f".{name}.*")]
 
 
 def _require_equal(out: Path, there: Mapping[str, Any], arguments: Mapping[str, Any], source_digest: str) -> None:
@@ -499,19 +486,11 @@ def _require_equal(out: Path, there: Mapping[str, Any], arguments: Mapping[str, 
         )
     if arguments["skip_bad"] or not there["skipped"]:
         ignored.add("skip_bad")
-    differing = [
-        f"  --{key.replace('_', '-')}: {_show(here.get(key))} there, {_show(arguments.get(key))} asked for"
-        for key in dict.fromkeys([*here, *arguments])
-        if key not in ignored and here.get(key) != arguments.get(key)
-    ]
+    differing = folders.differences(here, arguments, ignored)
     if differing:
         raise ConfigError(
             "\n".join([f"{out} is prepared with other arguments; choose another --out. What differs:", *differing])
         )
-
-
-def _show(value: Any) -> str:
-    return "not given" if value is None else repr(value)
 
 
 def _clear(out: Path) -> None:
@@ -521,41 +500,3 @@ def _clear(out: Path) -> None:
         for path in out.glob(f"{side}-*.npy"):
             path.unlink()
     (out / shards.PROGRESS).unlink(missing_ok=True)
-
-
-@contextmanager
-def _claimed(out: Path) -> Iterator[None]:
-    """Make the folder and keep other processes out of it meanwhile; one that is still empty in the end is taken away.
-
-    Raises:
-        ConfigError: where it cannot be made, or another process prepares it.
-    """
-    try:
-        made = [folder for folder in (out, *out.parents) if not folder.exists()]
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make the folder {out}: {error.strerror or error}") from error
-    try:
-        with _locked(out):
-            yield
-    finally:
-        for folder in made:
-            with suppress(OSError):
-                folder.rmdir()
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    try:
-        import fcntl
-    except ImportError:  # no such locks on this system
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise ConfigError(f"another process is preparing {folder}") from None
-    finally:
-        os.close(descriptor)

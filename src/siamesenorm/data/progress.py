@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 import time
 
-from siamesenorm.data.prepare import Watcher
-
 _LINE_EVERY_SECONDS = 10.0
 
 
@@ -23,16 +21,23 @@ class Lines:
         """Print it."""
         print(message, file=sys.stderr, flush=True)
 
-    def begin(self, what: str, total_bytes: int | None) -> None:
+    def begin(self, what: str, total: int | None) -> None:
         """Start counting."""
-        self._what, self._total = what, total_bytes
+        self._what, self._total = what, total
         self._started = self._shown = time.monotonic()
 
     def show(self, done_bytes: int, documents: int, text_bytes: int, tokens: int) -> None:
         """Print a line if it is time for one."""
+        self._show(done_bytes, _rates(documents, text_bytes, tokens, time.monotonic() - self._started))
+
+    def show_images(self, done: int, images: int) -> None:
+        """Print a line if it is time for one."""
+        self._show(done, _image_rate(images, time.monotonic() - self._started))
+
+    def _show(self, done: int, rates: str) -> None:
         now = time.monotonic()
-        share = f" {100 * done_bytes / self._total:.0f}%" if self._total and done_bytes else ""
-        self._last = f"{self._what}{share}  {_rates(documents, text_bytes, tokens, now - self._started)}"
+        share = f" {100 * done / self._total:.0f}%" if self._total and done else ""
+        self._last = f"{self._what}{share}  {rates}"
         if now - self._shown >= _LINE_EVERY_SECONDS:
             self._shown = now
             self.note(self._last)
@@ -45,7 +50,7 @@ class Lines:
 
 
 class Bar:
-    """A progress bar with documents, bytes and tokens per second."""
+    """A progress bar with what is done per second."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -68,16 +73,20 @@ class Bar:
         """Print it."""
         self._console.print(message, markup=False, highlight=False, soft_wrap=True)
 
-    def begin(self, what: str, total_bytes: int | None) -> None:
+    def begin(self, what: str, total: int | None) -> None:
         """Put the bar up."""
         self._started = time.monotonic()
-        self._progress.reset(self._task, description=what, total=total_bytes, visible=True, rates="")
+        self._progress.reset(self._task, description=what, total=total, visible=True, rates="")
         self._progress.start()
 
     def show(self, done_bytes: int, documents: int, text_bytes: int, tokens: int) -> None:
         """Move the bar."""
         rates = _rates(documents, text_bytes, tokens, time.monotonic() - self._started)
         self._progress.update(self._task, completed=done_bytes, rates=rates)
+
+    def show_images(self, done: int, images: int) -> None:
+        """Move the bar."""
+        self._progress.update(self._task, completed=done, rates=_image_rate(images, time.monotonic() - self._started))
 
     def end(self) -> None:
         """Take the bar down."""
@@ -93,6 +102,10 @@ def _rates(documents: int, text_bytes: int, tokens: int, seconds: float) -> str:
     return "  ".join(parts)
 
 
-def for_terminal() -> Watcher:
+def _image_rate(images: int, seconds: float) -> str:
+    return f"{images:,} images ({images / max(seconds, 1e-9):,.0f}/s)"
+
+
+def for_terminal() -> Bar | Lines:
     """A bar where stderr is a terminal, else lines."""
     return Bar() if sys.stderr.isatty() else Lines()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from siamesenorm.data import tokenizer as tokenizers
-from siamesenorm.data.files import write_whole
+from siamesenorm.data.files import check_once, write_whole
 from siamesenorm.data.tokenizer import Vocabulary
 from siamesenorm.residual import ConfigError
 
@@ -235,22 +235,12 @@ def check_content(arrays: TokenArrays, memory: Path | None = None) -> None:
     Raises:
         ConfigError: naming the first array that is not right.
     """
-    known = _remembered(memory)
-    found: dict[str, list[Any]] = {}
-    for shard in (*arrays.train.shards, *arrays.validation.shards):
-        path = arrays.folder / shard.file
-        stat = path.stat()
-        stamp = [stat.st_size, stat.st_mtime_ns, shard.sha256, arrays.vocabulary.size]
-        if known.get(shard.file) != stamp:
-            _check_shard(path, shard, arrays.vocabulary)
-        found[shard.file] = stamp
-    if memory is not None and found != known:
-        try:
-            memory.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(memory, json.dumps(found))
-        except OSError:
-            # Without a memory the next start only takes longer.
-            return
+    shards = {shard.file: shard for shard in (*arrays.train.shards, *arrays.validation.shards)}
+    check_once(
+        {arrays.folder / name: [shard.sha256, arrays.vocabulary.size] for name, shard in shards.items()},
+        lambda path: _check_shard(path, shards[path.name], arrays.vocabulary),
+        memory,
+    )
 
 
 def _check_shard(path: Path, shard: Shard, vocabulary: Vocabulary) -> None:
@@ -269,14 +259,6 @@ def _check_shard(path: Path, shard: Shard, vocabulary: Vocabulary) -> None:
             at += len(tokens)
     if digest.hexdigest() != shard.sha256:
         raise ConfigError(f"the array {path} has changed since it was prepared; {_ANEW}")
-
-
-def _remembered(memory: Path | None) -> dict[str, Any]:
-    try:
-        known = {} if memory is None else json.loads(memory.read_text())
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
 
 
 def _part_facts(part: Part) -> dict[str, Any]:

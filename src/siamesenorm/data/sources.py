@@ -50,7 +50,8 @@ WHOLE_FILE = "file"
 BLANK_LINE = "blank-line"
 _BLANK_LINES = re.compile(rb"\r?\n(?:[ \t]*\r?\n)+")
 
-_SPLITS = {
+# The names that splits go by.
+SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
@@ -164,7 +165,7 @@ def _files(path: Path, reading: Reading) -> tuple[list[Path], list[str]]:
     """All files that might be read, in the order of their names; hidden ones are left out."""
     if path.is_file():
         return [path], []
-    below = [file for file in _walk(path) if file.is_file() or not file.exists()]
+    below = [file for file in walk(path) if file.is_file() or not file.exists()]
     below.sort(key=lambda file: file.relative_to(path).as_posix())
     if not below:
         raise ConfigError(f"there is no file in {path}")
@@ -175,8 +176,12 @@ def _files(path: Path, reading: Reading) -> tuple[list[Path], list[str]]:
     ] if ours and others and reading.format != "text" else []
 
 
-def _walk(path: Path) -> Iterator[Path]:
-    """All that is no folder, below a folder; links to folders are followed, hidden things left out."""
+def walk(path: Path) -> Iterator[Path]:
+    """All that is no folder, below a folder; links to folders are followed, hidden things left out.
+
+    Raises:
+        ConfigError: for a folder that cannot be read.
+    """
 
     def refuse(error: OSError) -> None:
         raise ConfigError(f"cannot read the folder {error.filename}: {error.strerror or error}") from error
@@ -229,11 +234,7 @@ def _of_split(path: Path, files: list[Path], split: str) -> tuple[list[Path], li
     if path.is_file():
         return files, []
 
-    def split_of(file: Path) -> str | None:
-        words = re.split(r"[^a-z]+", file.relative_to(path).as_posix().lower())
-        return next((name for word in words for name, alike in _SPLITS.items() if word in alike), None)
-
-    splits = [split_of(file) for file in files]
+    splits = [split_of(file.relative_to(path).as_posix()) for file in files]
     there = {name for name in splits if name is not None}
     if None in splits or len(there) < 2:
         return files, []
@@ -241,6 +242,12 @@ def _of_split(path: Path, files: list[Path], split: str) -> tuple[list[Path], li
         raise ConfigError(f"{path} has no split '{split}'; {nearest(split, there)}")
     kept = [file for file, name in zip(files, splits, strict=True) if name == split]
     return kept, [f"the {len(files) - len(kept)} files of other splits than '{split}' are left out"]
+
+
+def split_of(name: str) -> str | None:
+    """The split that one of the words in a file's relative name stands for, one of `SPLITS`."""
+    words = re.split(r"[^a-z]+", name.lower())
+    return next((split for word in words for split, alike in SPLITS.items() if word in alike), None)
 
 
 def _listing_digest(path: Path, files: Sequence[Path]) -> str:
@@ -431,7 +438,7 @@ class ParquetFile:
     def read(self, offset: int, record: int) -> Iterator[tuple[_Found, int, int]]:
         """Documents from row `offset` on."""
         del record
-        parquet = _needed("pyarrow.parquet")
+        parquet = needed("pyarrow.parquet")
         if not self.path.stat().st_size:
             raise _GivenUpError("empty file", f"{self.path} is empty")
         try:
@@ -455,7 +462,7 @@ class ParquetFile:
 
 def _column(column: Any, name: str, where: str, first: int) -> Iterator[tuple[_Found, int]]:
     """The texts of a column of Arrow data and the row behind each; `first` is the row of the first one."""
-    arrow = _needed("pyarrow")
+    arrow = needed("pyarrow")
     if arrow.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     kinds = (arrow.types.is_string, arrow.types.is_large_string, arrow.types.is_binary, arrow.types.is_large_binary)
@@ -523,7 +530,7 @@ class TableSource:
 
 def _saved_dataset(path: Path, reading: Reading) -> TableSource:
     """What ``save_to_disk`` wrote."""
-    datasets = _needed("datasets")
+    datasets = needed("datasets")
     try:
         dataset = datasets.load_from_disk(str(path))
     except Exception as error:
@@ -559,7 +566,7 @@ def _tables(path: Path, files: Sequence[Path], reading: Reading, notes: Sequence
     def load() -> Any:
         # Instead of a warning that the rest of a row is lost.
         warnings.filterwarnings("error", message="Length of header or names does not match")
-        return _needed("datasets").load_dataset(builder, data_files=names, split="train", streaming=True, **options)
+        return needed("datasets").load_dataset(builder, data_files=names, split="train", streaming=True, **options)
 
     return TableSource(
         str(path),
@@ -572,7 +579,7 @@ def _tables(path: Path, files: Sequence[Path], reading: Reading, notes: Sequence
 
 def _hub(name: str, reading: Reading) -> TableSource:
     """A dataset on the Hugging Face hub, streamed at the revision that it has now."""
-    datasets, hub = _needed("datasets"), _needed("huggingface_hub")
+    datasets, hub = needed("datasets"), needed("huggingface_hub")
     try:
         revision = hub.HfApi().dataset_info(name, revision=reading.revision).sha
     except Exception as error:
@@ -628,7 +635,12 @@ def _named(value: Any) -> str:
     return "null" if value is None else f"a {type(value).__name__}"
 
 
-def _needed(module: str) -> Any:
+def needed(module: str) -> Any:
+    """A module of a package that the core does without.
+
+    Raises:
+        ConfigError: where it is not installed.
+    """
     import importlib
 
     try:
