@@ -7,11 +7,13 @@ its :class:`Host`; adding a family is adding a table, and :func:`register_host` 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, Literal
 
+from ..hub.autoload import FOREIGN
 from ..residual import ConfigError, nearest
 
 __all__ = [
@@ -19,7 +21,9 @@ __all__ = [
     "Branch",
     "Host",
     "all_hosts",
+    "find_foreign",
     "find_host",
+    "foreign_module",
     "get_host",
     "host_of",
     "hosts",
@@ -260,12 +264,40 @@ _HOSTS: dict[str, Host] = {
 
 def hosts() -> tuple[str, ...]:
     """The names of all families that can be rewired, sorted."""
-    return tuple(sorted(_HOSTS))
+    return tuple(sorted({*_HOSTS, *FOREIGN}))
 
 
 def all_hosts() -> tuple[Host, ...]:
-    """All families that can be rewired."""
+    """All families of transformers that can be rewired."""
     return tuple(_HOSTS.values())
+
+
+def foreign_module(name: str) -> ModuleType | None:
+    """What builds and rewires the host called ``name``, where it is one of another library than transformers.
+
+    Raises:
+        ConfigError: the library is not installed; the message says how to install it.
+    """
+    if name not in FOREIGN:
+        return None
+    host = FOREIGN[name]
+    try:
+        return importlib.import_module(host.module)
+    except ModuleNotFoundError as error:
+        library = host.modeling.partition(".")[0]
+        if error.name != library:
+            raise
+        raise ConfigError(
+            f"host '{name}' needs {library}, which is not installed: pip install \"siamesenorm[{host.extra}]\""
+        ) from None
+
+
+def find_foreign(model: Any) -> ModuleType | None:
+    """The same for a ``model``; no library is imported that ``model`` cannot come from."""
+    for host in FOREIGN.values():
+        if host.modeling in sys.modules and (module := foreign_module(host.name)) and module.claims(model):
+            return module
+    return None
 
 
 def register_host(host: Host) -> Host:
@@ -274,7 +306,7 @@ def register_host(host: Host) -> Host:
     Raises:
         ConfigError: a family of that name is registered already.
     """
-    if host.name in _HOSTS:
+    if host.name in hosts():
         raise ConfigError(f"a host named '{host.name}' is registered already")
     _HOSTS[host.name] = host
     from ..hub.autoload import register_config_if_loaded
@@ -284,11 +316,13 @@ def register_host(host: Host) -> Host:
 
 
 def get_host(name: str) -> Host:
-    """The family called ``name``.
+    """The family of transformers called ``name``.
 
     Raises:
         ConfigError: there is none.
     """
+    if name in FOREIGN:
+        raise ConfigError(f"host '{name}' is no family of transformers, and has no table of roles")
     if name not in _HOSTS:
         raise ConfigError(f"unknown host '{name}': {nearest(str(name), hosts())}")
     return _HOSTS[name]

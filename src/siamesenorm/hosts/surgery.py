@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,24 +14,24 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.pytorch_utils import Conv1D
 
 from ..hub.autoload import register_models
-from ..residual import ConfigError, NormSpec, RMSNorm, Scheme, Site, make_scheme, nearest, one_line, stack_sites
-from .block import FinalLayerNorm, FinalRMSNorm, Placed, ResidualBlock, Tap
+from ..residual import Block, ConfigError, NormSpec, RMSNorm, Scheme, Site, make_scheme, nearest, one_line, stack_sites
+from .block import FinalLayerNorm, FinalRMSNorm, Placed, ReadoutNorm, ResidualBlock, Tap
 from .classes import ResidualModel, residual_class, swap_class
 from .configs import scheme_of, scheme_to_dict
-from .families import Branch, Host, find_host, get_host, host_of
+from .families import Branch, Host, find_foreign, find_host, foreign_module, get_host, host_of
 from .norms import HostNorms
 
-__all__ = ["blocks", "build", "install", "model_config", "rewire", "site_table"]
+__all__ = ["RESIDUALS", "apply_gains", "blocks", "build", "install", "model_config", "rewire", "site_table"]
 
 log = logging.getLogger(__name__)
 
-_RESIDUALS = {"attention": "attn_residual", "mlp": "mlp_residual", "parallel": "residual"}
+RESIDUALS = {"attention": "attn_residual", "mlp": "mlp_residual", "parallel": "residual"}
 # The weights of a sublayer that a scheme may initialise in its own way.
 _ROLES = {"attention": ("q", "k", "v", "o"), "mlp": ("mlp",), "parallel": ("q", "k", "v", "o", "mlp")}
 
 
 def rewire(model: Any, scheme: str | Scheme = "siamese", *, init: bool = False, **options: Any) -> Any:
-    """Put a residual scheme into a transformers model, in place.
+    """Put a residual scheme into a model of transformers or of another supported library, in place.
 
     Weights that exist keep their names and values; the scheme's own are added at their initial values. A host norm that
     the scheme has no place for is removed, and a trained one is named in a warning.
@@ -47,11 +48,20 @@ def rewire(model: Any, scheme: str | Scheme = "siamese", *, init: bool = False, 
     Raises:
         ConfigError: an unsupported model, one that is rewired already, or a scheme that cannot be had.
     """
-    if isinstance(model, ResidualModel):
+    foreign = find_foreign(model)
+    if isinstance(model, ResidualModel) or (foreign and getattr(model.config, "residual_scheme", None)):
         name = scheme_of(model.config).name
         raise ConfigError(f"this {type(model).__name__} is rewired already (scheme '{name}')")
-    host = find_host(model)
+    put_in = foreign.rewire if foreign else partial(_rewire, find_host(model))
     made = make_scheme(scheme, **options)
+    dropped = put_in(model, made, init=init)
+    if dropped:
+        log.warning("scheme '%s' has no place for these trained norms; removed: %s", made.name, ", ".join(dropped))
+    return model
+
+
+def _rewire(host: Host, model: Any, made: Scheme, *, init: bool) -> list[str]:
+    """Rewire a model of transformers; the names of trained norms that were removed."""
     _check_sites(host, made, model.config)
     _check_parts(host, model)
     # A rewired model has a config of its own: the one it was made with may belong to other models too.
@@ -63,10 +73,7 @@ def rewire(model: Any, scheme: str | Scheme = "siamese", *, init: bool = False, 
     # How a loaded checkpoint's weights were regrouped belongs to the host's format; this model has one of its own.
     vars(model).pop("_weight_conversions", None)
     swap_class(model)
-    dropped = install(model, init=init)
-    if dropped:
-        log.warning("scheme '%s' has no place for these trained norms; removed: %s", made.name, ", ".join(dropped))
-    return model
+    return install(model, init=init)
 
 
 def build(
@@ -84,7 +91,7 @@ def build(
 
     Args:
         host: a family's name.
-        config: keys of the family's own Hugging Face config.
+        config: keys of the family's own config.
         scheme: a scheme's name, or a :class:`~siamesenorm.residual.Scheme`.
         options: the scheme's options.
         model_class: name of the family's own class, where its head has several; by default the usual one.
@@ -92,6 +99,10 @@ def build(
     Raises:
         ConfigError: an unknown host, class, config key, scheme or option.
     """
+    if (foreign := foreign_module(host)) is not None:
+        if model_class is not None:
+            raise ConfigError(f"host '{host}' has no choice of classes, so it takes no model_class")
+        return foreign.build(config, make_scheme(scheme, **dict(options or {})))
     made = model_config(host, config, scheme, options)
     family = get_host(host)
     known = {found.__name__: found for found in family.classes_with(family.head)}
@@ -108,6 +119,8 @@ def model_config(
     host: str, config: Mapping[str, Any], scheme: str | Scheme = "siamese", options: Mapping[str, Any] | None = None
 ) -> Any:
     """The config of such a model; arguments and errors as in :func:`build`."""
+    if (foreign := foreign_module(host)) is not None:
+        return foreign.model_config(config, make_scheme(scheme, **dict(options or {})))
     family = get_host(host)
     config_class = register_models(family)
     known = {*config_class().to_dict(), *config_class.attribute_map, *family.more_keys}
@@ -185,7 +198,7 @@ def install(model: Any, *, init: bool = True) -> list[str]:
             # From none in the first block to all of the rate in the last.
             getattr(block, placed.residual).drop_path = rate * index / max(len(stack) - 1, 1)
         if init:
-            _apply_gains(host, scheme, block, here)
+            apply_gains(host, scheme, block, here)
     final = norms.ours(getattr(base, host.final_norm))
     final.__class__ = FinalRMSNorm if isinstance(final, RMSNorm) else FinalLayerNorm
     final.readout = norms.like(scheme.readout(norms.for_scheme(final)), final, base)
@@ -210,7 +223,7 @@ def _install_block(
                 continue
             removed += [name] if norms.is_trained(norm) else []
             delattr(block, name)
-        residual = _RESIDUALS[site.kind]
+        residual = RESIDUALS[site.kind]
         setattr(block, residual, norms.like(scheme.sublayer(site, norms.for_scheme(norm)), norm, block))
         placed.append(Placed(residual, branches, place))
         for branch in branches:
@@ -223,9 +236,9 @@ def _install_block(
     return removed
 
 
-def blocks(model: Any) -> list[ResidualBlock]:
+def blocks(model: Any) -> list[Any]:
     """The rewired blocks of ``model``, in order."""
-    return [module for module in model.modules() if isinstance(module, ResidualBlock)]
+    return [module for module in model.modules() if isinstance(module, Block)]
 
 
 def site_table(model: Any) -> list[dict[str, Any]]:
@@ -245,9 +258,7 @@ def site_table(model: Any) -> list[dict[str, Any]]:
                 norms += f"; {', '.join(heads)} per head"
             position = {"sublayer": site.sublayer, "block": site.block, "kind": site.kind}
             rows.append({**position, **residual.describe(), "norms": norms})
-    base = getattr(model, model.base_model_prefix, model)
-    host = host_of(model.config)
-    readout = getattr(base, host.final_norm).readout
+    readout = next(module for module in model.modules() if isinstance(module, ReadoutNorm)).readout
     rows.append({"sublayer": "", "block": "", "kind": "readout", **readout.describe(), "norms": "final norm after"})
     return rows
 
@@ -288,7 +299,7 @@ def _check_parts(host: Host, model: Any) -> None:
 
 
 @torch.no_grad()
-def _apply_gains(host: Host, scheme: Scheme, block: Any, sites: Iterable[Site]) -> None:
+def apply_gains(host: Host, scheme: Scheme, block: Any, sites: Iterable[Site]) -> None:
     """Multiply a new block's weights by the scheme's own gains."""
     attention = next(branch for branch in host.parallel or host.branches if branch.kind == "attention")
     for site in sites:
@@ -306,7 +317,7 @@ def _weights(host: Host, block: Any, attention: Any, role: str) -> list[torch.Te
         found = [_attribute(block, name) for name in host.mlp_weights]
         return [getattr(part, "weight", part) for part in found if part is not None]
     if role == "o":
-        return [getattr(attention, roles.out).weight]
+        return [_attribute(attention, roles.out).weight]
     if len(roles.projections) == 3:
         return [getattr(attention, roles.projections["qkv".index(role)]).weight]
     matrix = getattr(attention, roles.projections[0])

@@ -1,17 +1,22 @@
-"""Registration with transformers, at no cost to those who do not use it.
+"""Registration with other libraries, at no cost to those who do not use them.
 
 Rewired models have a ``model_type`` and classes of their own. When transformers' table of configs is imported (at once
 if it is already), each family puts a stand-in there that becomes its config class on first use; with the first config
 the models are registered too. Nothing can be made earlier, since transformers imports that table while it is still
-importing its own configs and models. This module imports only the standard library until then.
+importing its own configs and models. diffusers has no registry: the pipelines that it saves name the module of a class,
+which it looks for among those that are imported, so ours are imported right behind the models that they extend. This
+module imports only the standard library until then.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -19,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..hosts.families import Host
 
-__all__ = ["register_config_if_loaded", "register_models", "watch_transformers"]
+__all__ = ["FOREIGN", "ForeignHost", "register_config_if_loaded", "register_models", "watch_libraries"]
 
 _CONFIGS = "transformers.models.auto.configuration_auto"
 _HEADS = {
@@ -33,10 +38,36 @@ _HEADS = {
 }
 
 
+@dataclass(frozen=True)
+class ForeignHost:
+    """A host of another library than transformers.
+
+    Attributes:
+        name: what it is called.
+        modeling: the library's module that defines its models.
+        module: the module of this package that extends them. It has the functions ``claims``, ``rewire``, ``build`` and
+            ``model_config``.
+        extra: the extra of this package that brings the library.
+    """
+
+    name: str
+    modeling: str
+    module: str
+    extra: str
+
+
+FOREIGN = {
+    host.name: host
+    for host in (
+        ForeignHost("dit", "diffusers.models.transformers.dit_transformer_2d", "siamesenorm.hosts.dit", "diffusion"),
+    )
+}
+
+
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Calls ``action`` once, right after the module ``name`` has been imported."""
 
-    def __init__(self, name: str, action: Callable[[], None]) -> None:
+    def __init__(self, name: str, action: Callable[[], object]) -> None:
         self.name = name
         self.action = action
 
@@ -55,7 +86,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 class _Then(importlib.abc.Loader):
     """A loader that runs ``action`` after the module."""
 
-    def __init__(self, loader: Any, action: Callable[[], None]) -> None:
+    def __init__(self, loader: Any, action: Callable[[], object]) -> None:
         self.loader = loader
         self.action = action
 
@@ -69,12 +100,18 @@ class _Then(importlib.abc.Loader):
         self.action()
 
 
-def watch_transformers() -> None:
-    """Register the configs of all families with transformers, now or when it is imported."""
-    if _CONFIGS in sys.modules:
-        _register_configs()
+def watch_libraries() -> None:
+    """Let other libraries know what they need to load rewired models, now or when they are imported."""
+    _once_imported(_CONFIGS, _register_configs)
+    for host in FOREIGN.values():
+        _once_imported(host.modeling, partial(importlib.import_module, host.module))
+
+
+def _once_imported(name: str, action: Callable[[], object]) -> None:
+    if name in sys.modules:
+        action()
     else:
-        sys.meta_path.insert(0, _AfterImport(_CONFIGS, _register_configs))
+        sys.meta_path.insert(0, _AfterImport(name, action))
 
 
 def register_config_if_loaded(host: Host) -> None:
