@@ -64,7 +64,7 @@ def main() -> None:
     tasks = [(seed, name) for seed in range(asked.seeds) for name in variants()]
     found: dict[str, list[dict]] = {name: [] for name in variants()}
     with ThreadPoolExecutor(asked.jobs) as pool:
-        for name, summary in track(pool.map(run, tasks), "training", len(tasks), Console(stderr=True)):
+        for name, summary in track(pool.map(run, tasks), "training", len(tasks), console=Console(stderr=True)):
             found[name].append(summary)
 
     print("| scheme | validation loss, nats per byte | parameters | seconds per step | memory |")
