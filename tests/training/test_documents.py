@@ -14,7 +14,9 @@ from siamesenorm.training import run as runs
 from siamesenorm.training.build import build_model, check
 from siamesenorm.training.documents import DocumentMask
 from siamesenorm.training.evaluate import IGNORED, evaluate, held_out_sequences
+from siamesenorm.training.processes import ALONE
 from siamesenorm.training.recipe_files import load
+from siamesenorm.training.tasks import task_of
 from tests.data.watching import Silent
 from tests.training.tiny import TREE, Watcher
 

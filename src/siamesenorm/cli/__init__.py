@@ -19,7 +19,7 @@ def _app() -> typer.Typer:
 
     app = typer.Typer(
         name="siamesenorm",
-        help="Train, evaluate and look into Transformers with SiameseNorm or another residual scheme: text, images, diffusion.",
+        help="Train, evaluate and look into models of text and images with SiameseNorm or another residual scheme.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,

@@ -18,8 +18,6 @@ import typer
 from siamesenorm.cli.options import Json, model_and_recipe, print_json, split_arguments
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from siamesenorm.training.recipe import Recipe
 
 _BASELINE = "pre"
@@ -69,9 +67,9 @@ class _Subject:
 
 def _facts(subject: _Subject, ranks: int) -> dict[str, Any]:
     from siamesenorm.hosts import site_table
-    from siamesenorm.training.example import forward_inputs
     from siamesenorm.training.build import parameter_counts
     from siamesenorm.training.cost import FORMULA, active_parameters, expert_counts, flops_per_token
+    from siamesenorm.training.example import forward_inputs
 
     model, length, recipe = subject.model, subject.sequence_length, subject.recipe
     total, non_embedding = parameter_counts(model)

@@ -18,7 +18,9 @@ def sample(
     count: Annotated[int, typer.Option("--count", "-n", min=1, help="Of each class.")] = 8,
     steps: Annotated[int | None, typer.Option(min=1, help="Of the sampler; default: the run's, else 50.")] = None,
     guidance: Annotated[float, typer.Option(min=0.0, help="Scale of classifier-free guidance; 1 is none.")] = 2.0,
-    sampler: Annotated[str | None, typer.Option(help="ddim, ddpm, dpm++ or unipc; default: the run's, else ddim.")] = None,
+    sampler: Annotated[
+        str | None, typer.Option(help="ddim, ddpm, dpm++ or unipc; default: the run's, else ddim.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the noise.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples at a time.")] = 64,
     out: Annotated[Path, typer.Option(help="The PNG: a class a row.")] = Path("samples.png"),

@@ -186,6 +186,11 @@ class LatentArrays:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def source(self) -> str:
+        """What a recipe calls them: their folder."""
+        return str(self.folder)
+
+    @property
     def classes(self) -> tuple[str, ...]:
         """The names of the classes."""
         return self.encoded.classes
@@ -208,6 +213,11 @@ class LatentArrays:
                 f"the autoencoder {encoded.autoencoder} is not the one that made the latents in {self.folder}"
             )
         return loaded
+
+
+def is_folder(source: str) -> bool:
+    """Whether a source is a folder of latents, finished or not."""
+    return any((Path(source) / name).is_file() for name in (META, PROGRESS))
 
 
 def prepare(folder: str | Path, cache: Path | None = None) -> LatentArrays:

@@ -25,6 +25,7 @@ __all__ = [
     "find_host",
     "foreign_module",
     "get_host",
+    "head_of",
     "host_of",
     "hosts",
     "register_host",
@@ -298,6 +299,15 @@ def find_foreign(model: Any) -> ModuleType | None:
         if host.modeling in sys.modules and (module := foreign_module(host.name)) and module.claims(model):
             return module
     return None
+
+
+def head_of(name: str) -> str:
+    """The head that the models of a host have; a diffusion model's is ``"ForDiffusion"``.
+
+    Raises:
+        ConfigError: there is no such host.
+    """
+    return FOREIGN[name].head if name in FOREIGN else get_host(name).head
 
 
 def register_host(host: Host) -> Host:

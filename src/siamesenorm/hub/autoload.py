@@ -48,18 +48,26 @@ class ForeignHost:
         module: the module of this package that extends them. It has the functions ``claims``, ``rewire``, ``build`` and
             ``model_config``.
         extra: the extra of this package that brings the library.
+        head: as in :class:`~siamesenorm.hosts.Host`.
     """
 
     name: str
     modeling: str
     module: str
     extra: str
+    head: str
 
 
 FOREIGN = {
     host.name: host
     for host in (
-        ForeignHost("dit", "diffusers.models.transformers.dit_transformer_2d", "siamesenorm.hosts.dit", "diffusion"),
+        ForeignHost(
+            "dit",
+            "diffusers.models.transformers.dit_transformer_2d",
+            "siamesenorm.hosts.dit",
+            "diffusion",
+            "ForDiffusion",
+        ),
     )
 }
 

@@ -56,7 +56,9 @@ def crops(recipe: AugmentRecipe, size: int, *, flip: bool) -> Callable[[Any], np
     return lambda image: np.asarray(transform(image))
 
 
-def mixer(recipe: AugmentRecipe, classes: int, smoothing: float) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+def mixer(
+    recipe: AugmentRecipe, classes: int, smoothing: float
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
     """timm's mixup and cutmix over a batch of an even number of images; ``None`` where neither is asked for.
 
     It draws from numpy's generator, and smooths the labels itself.

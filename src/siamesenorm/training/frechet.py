@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from siamesenorm import hub
 from siamesenorm.data.arrays import cache_root
@@ -76,7 +77,7 @@ class Judge:
 
     @torch.no_grad()
     def features(self, images: np.ndarray) -> np.ndarray:
-        """Features (images, width) of images (images, height, width, channels), bytes; resized where they have to be."""
+        """Features (images, width) of images (images, height, width, channels), bytes; resized if they have to be."""
         side, channels = self.model.config.image_size, self.model.config.num_channels
         if images.shape[-1] != channels:
             raise ConfigError(f"the classifier in {self.path} takes {channels} channels, not {images.shape[-1]}")
@@ -84,7 +85,7 @@ class Judge:
         for start in range(0, len(images), _BATCH):
             pixels = torch.from_numpy(images[start : start + _BATCH]).permute(0, 3, 1, 2).float() / 255
             if pixels.shape[-2:] != (side, side):
-                pixels = torch.nn.functional.interpolate(pixels, (side, side), mode="bicubic", antialias=True).clamp(0, 1)
+                pixels = functional.interpolate(pixels, (side, side), mode="bicubic", antialias=True).clamp(0, 1)
             hidden = self.model.base_model(pixel_values=self.normalise(pixels)).last_hidden_state
             found.append(hidden[:, 0].numpy())
         return np.concatenate(found)
@@ -113,7 +114,9 @@ def judge_for(recipe: ImageDiffusionRecipe, *, image_size: int, channels: int, n
         command = [sys.executable, "-m", "siamesenorm", "train", _RECIPE, *overrides, "--out", str(folder), "--json"]
         done = subprocess.run(command, capture_output=True, text=True, env=alone)
         if done.returncode:
-            raise ConfigError(f"the classifier for the Fréchet distance cannot be trained: {done.stderr.strip()[-500:]}")
+            raise ConfigError(
+                f"the classifier for the Fréchet distance cannot be trained: {done.stderr.strip()[-500:]}"
+            )
     return Judge.load(folder)
 
 

@@ -83,8 +83,13 @@ class Data(Protocol):
 class Batches(Protocol):
     """Training data that is not text, batch by batch."""
 
-    sha256: str
-    workers: int
+    @property
+    def sha256(self) -> str:
+        """The fingerprint of what they are of."""
+
+    @property
+    def workers(self) -> int:
+        """Processes that read ahead."""
 
     def __len__(self) -> int:
         """How many items there are."""
@@ -187,7 +192,7 @@ def require_host(recipe: Recipe, head: str) -> None:
     Raises:
         ConfigError: naming the hosts that have it; an unknown host is left to others.
     """
-    heads = {name: hosts.get_host(name).head for name in hosts.hosts()}
+    heads = {name: hosts.head_of(name) for name in hosts.hosts()}
     fitting = [name for name, found in heads.items() if found == head]
     if recipe.model.host in heads and recipe.model.host not in fitting:
         raise ConfigError(

@@ -82,7 +82,9 @@ class Classification(ImageTask[ClassificationRecipe]):
             augment.eraser(recipe.augment)
             mixed = augment.mixer(recipe.augment, model.config.num_labels, recipe.loss.label_smoothing)
             if mixed is not None and recipe.train.batch_size % 2:
-                raise ConfigError(f"augment.mixup and cutmix pair images: train.batch_size ({recipe.train.batch_size}) must be even")
+                raise ConfigError(
+                    f"augment.mixup and cutmix pair images: train.batch_size ({recipe.train.batch_size}) must be even"
+                )
             if recipe.augment.shift >= (size if isinstance(size, int) else min(size)):
                 raise ConfigError(f"augment.shift ({recipe.augment.shift}) moves images of {size} pixels out of sight")
             if recipe.augment.shift and augment.crops(recipe.augment, size, flip=False) is not None:

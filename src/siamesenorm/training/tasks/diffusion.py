@@ -85,6 +85,7 @@ class Noise:
                 guess = (xt - (1 - kept).sqrt() * prediction) / kept.sqrt()
             else:
                 guess = kept.sqrt() * xt - (1 - kept).sqrt() * prediction
+            assert sigma is not None
             parts.append(self.bound(x0, xt, t, guess, sigma))
         return parts
 
@@ -102,7 +103,9 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
             return super().images()
         for name in ("image_size", "channels", "crop_fraction", "flip"):
             if getattr(wanted, name):
-                raise ConfigError(f"data.{name} was decided when the latents in {wanted.source} were made; leave it out")
+                raise ConfigError(
+                    f"data.{name} was decided when the latents in {wanted.source} were made; leave it out"
+                )
         found = latents.prepare(Path(wanted.source))
         scaling = found.encoded.autoencoder_config.get("scaling_factor") or 1.0
         if set(found.encoded.shift) != {0.0} or set(found.encoded.scale) != {float(scaling)}:
@@ -135,7 +138,9 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
         wanted = recipe.sample
         sampling.check_sampler(wanted.sampler)
         if wanted.steps > recipe.diffusion.timesteps:
-            raise ConfigError(f"sample.steps ({wanted.steps}) exceeds diffusion.timesteps ({recipe.diffusion.timesteps})")
+            raise ConfigError(
+                f"sample.steps ({wanted.steps}) exceeds diffusion.timesteps ({recipe.diffusion.timesteps})"
+            )
         if not recipe.diffusion.label_dropout and any(scale > 1 for scale in wanted.guidance):
             raise ConfigError(
                 "diffusion.label_dropout=0 makes a model without a null class, which cannot be guided: sample.guidance=1"
@@ -143,7 +148,9 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
         if not needs_data:
             return
         if wanted.distance_images and wanted.classifier is None and latents.is_folder(recipe.data.source):
-            raise ConfigError("sample.distance_images needs a classifier of the images in sample.classifier, or to be 0")
+            raise ConfigError(
+                "sample.distance_images needs a classifier of the images in sample.classifier, or to be 0"
+            )
         if wanted.distance_images and wanted.classifier is not None:
             Judge.load(Path(wanted.classifier))
 
@@ -228,9 +235,7 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
         held_out = data
         if isinstance(data, LatentArrays):
             made_of = data.encoded
-            held_out = images.prepare(
-                made_of.source, image_size=made_of.image_size, channels=made_of.image_channels
-            )
+            held_out = images.prepare(made_of.source, image_size=made_of.image_size, channels=made_of.image_channels)
         judge = judge_for(self.recipe, image_size=held_out.image_size, channels=held_out.channels, note=note)
         # As often as they are held out, class by class.
         of = data.validation.labels
@@ -250,7 +255,9 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
 
     def report(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         """Errors and distance."""
-        lines = [("validation loss", "none" if summary["val_loss"] is None else f"{summary['val_loss']:.4f}, squared error")]
+        lines = [
+            ("validation loss", "none" if summary["val_loss"] is None else f"{summary['val_loss']:.4f}, squared error")
+        ]
         if summary.get("val_variational") is not None:
             lines.append(("bound", f"{summary['val_variational']:.4f} bits per number"))
         if summary.get("frechet_distance") is not None:
@@ -277,9 +284,7 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
 class NoiseObjective(Objective):
     """The squared error of the prediction, a mean over images; and the variational bound, which trains the variance."""
 
-    def __init__(
-        self, noise: Noise, classes: int, device: torch.device, autocast: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, noise: Noise, classes: int, device: torch.device, autocast: torch.dtype | None = None) -> None:
         self.noise = noise
         self.classes = classes
         self.device = device
