@@ -115,7 +115,7 @@ def judge_for(recipe: ImageDiffusionRecipe, *, image_size: int, channels: int, n
         done = subprocess.run(command, capture_output=True, text=True, env=alone)
         if done.returncode:
             raise ConfigError(
-                f"the classifier for the Fréchet distance cannot be trained: {done.stderr.strip()[-500:]}"
+                f"the classifier for the Fréchet distance cannot be trained: {done.stderr[-500:].strip()}"
             )
     return Judge.load(folder)
 

@@ -30,9 +30,8 @@ def confusion(labels: np.ndarray, guesses: np.ndarray, classes: Sequence[str], p
     figure, axes = _figure(6.4, 5.6)
     shown = axes.imshow(shares, vmin=0, vmax=1, cmap="Blues")
     figure.colorbar(shown, label="share of the class")
-    axes.set(
-        xlabel="taken for", ylabel="class", title=f"{(labels == guesses).mean():.2%} of {len(labels):,} images right"
-    )
+    right = f"{(labels == guesses).mean():.2%} of {len(labels):,} images right"
+    axes.set(xlabel="taken for", ylabel="class", title=right)
     if count <= _MOST_NAMED:
         axes.set_xticks(range(count), classes, rotation=0 if max(map(len, classes)) < 3 else 90)
         axes.set_yticks(range(count), classes)

@@ -67,11 +67,12 @@ class ImageDataRecipe:
 
     ``source`` is the embedded set, ``digits``, a folder of class folders, Parquet files, a Hugging Face image set on
     disk or on the hub (``hf:NAME``), or, for diffusion, a folder that ``siamesenorm data encode-latents`` made.
-    Images are brought to ``image_size`` pixels a side and ``channels`` (1 is grey, 3 is colour), of which the short side
-    keeps ``crop_fraction``; latents have their own sizes, so there they are null. ``flip`` mirrors half of the training images. ``validation_images``, spread evenly
-    over the held-out ones, are what every validation is measured on (null: all of them). ``sha256`` is the fingerprint
-    that the set must have; null takes it as it is, and a run writes down what it found. An image that cannot be read is
-    left out and counted, or an error with ``unreadable: error``. ``workers`` are processes that read ahead.
+    Images are brought to ``image_size`` pixels a side and ``channels`` (1 is grey, 3 is colour), of which the short
+    side keeps ``crop_fraction``, and ``flip`` mirrors half of those that are trained on; of latents all of that was
+    decided when they were made. ``validation_images``, spread evenly over the held-out ones, are what every validation
+    is measured on (null: all of them). ``sha256`` is the fingerprint that the set must have; null takes it as it is,
+    and a run writes down what it found. An image that cannot be read is left out and counted, or an error with
+    ``unreadable: error``. ``workers`` are processes that read ahead.
     """
 
     source: str

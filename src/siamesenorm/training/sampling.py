@@ -79,7 +79,7 @@ def draw(
         (samples, height, width, channels), float32 between 0 and 1.
 
     Raises:
-        ConfigError: an unknown sampler or class, more steps than there are time steps, or guidance without a null class.
+        ConfigError: an unknown sampler or class, more steps than time steps, or guidance without a null class.
     """
     check_sampler(sampler)
     transformer, config = pipeline.transformer, pipeline.scheduler.config

@@ -71,20 +71,17 @@ class Classification(ImageTask[ClassificationRecipe]):
     def check(self, model: Any, *, needs_data: bool) -> None:
         """Refuse means that do not go with the channels, and augmentation that cannot be had."""
         recipe = self.recipe
-        for name in ("mean", "std"):
-            if len(getattr(recipe.data, name)) not in (1, model.config.num_channels):
-                raise ConfigError(
-                    f"data.{name} has {len(getattr(recipe.data, name))} numbers for {model.config.num_channels} channels"
-                )
+        channels = model.config.num_channels
+        for name, numbers in (("mean", recipe.data.mean), ("std", recipe.data.std)):
+            if len(numbers) not in (1, channels):
+                raise ConfigError(f"data.{name} has {len(numbers)} numbers for {channels} channels")
         if needs_data:
             size = model.config.image_size
             augment.crops(recipe.augment, size, flip=recipe.data.flip)
             augment.eraser(recipe.augment)
             mixed = augment.mixer(recipe.augment, model.config.num_labels, recipe.loss.label_smoothing)
             if mixed is not None and recipe.train.batch_size % 2:
-                raise ConfigError(
-                    f"augment.mixup and cutmix pair images: train.batch_size ({recipe.train.batch_size}) must be even"
-                )
+                raise ConfigError(f"augment.mixup and cutmix pair images; batches of {recipe.train.batch_size} are odd")
             if recipe.augment.shift >= (size if isinstance(size, int) else min(size)):
                 raise ConfigError(f"augment.shift ({recipe.augment.shift}) moves images of {size} pixels out of sight")
             if recipe.augment.shift and augment.crops(recipe.augment, size, flip=False) is not None:

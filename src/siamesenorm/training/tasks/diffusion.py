@@ -29,7 +29,7 @@ SAMPLES = "samples.png"
 
 @dataclass(frozen=True)
 class Denoised:
-    """Mean squared error of the prediction, and the variational bound in bits per number where the variance is learned."""
+    """Mean squared error of the prediction, and where the variance is learned the bound in bits per number."""
 
     loss: float
     variational: float | None
@@ -103,15 +103,13 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
             return super().images()
         for name in ("image_size", "channels", "crop_fraction", "flip"):
             if getattr(wanted, name):
-                raise ConfigError(
-                    f"data.{name} was decided when the latents in {wanted.source} were made; leave it out"
-                )
+                raise ConfigError(f"data.{name} was decided when {wanted.source} was made of images; leave it out")
         found = latents.prepare(Path(wanted.source))
         scaling = found.encoded.autoencoder_config.get("scaling_factor") or 1.0
         if set(found.encoded.shift) != {0.0} or set(found.encoded.scale) != {float(scaling)}:
             raise ConfigError(
-                f"the autoencoder {found.encoded.autoencoder} shifts its latents, or scales each channel in its own way, "
-                "which diffusers' DiTPipeline does not undo"
+                f"the autoencoder {found.encoded.autoencoder} shifts its latents, or scales each channel in its own "
+                "way, which diffusers' DiTPipeline does not undo"
             )
         return found
 
@@ -137,22 +135,20 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
         recipe = self.recipe
         wanted = recipe.sample
         sampling.check_sampler(wanted.sampler)
-        if wanted.steps > recipe.diffusion.timesteps:
-            raise ConfigError(
-                f"sample.steps ({wanted.steps}) exceeds diffusion.timesteps ({recipe.diffusion.timesteps})"
-            )
+        timesteps = recipe.diffusion.timesteps
+        if wanted.steps > timesteps:
+            raise ConfigError(f"sample.steps ({wanted.steps}) exceeds diffusion.timesteps ({timesteps})")
         if not recipe.diffusion.label_dropout and any(scale > 1 for scale in wanted.guidance):
             raise ConfigError(
-                "diffusion.label_dropout=0 makes a model without a null class, which cannot be guided: sample.guidance=1"
+                "diffusion.label_dropout=0 makes a model without a null class, which cannot be guided: "
+                "sample.guidance=1"
             )
-        if not needs_data:
+        if not needs_data or not wanted.distance_images:
             return
-        if wanted.distance_images and wanted.classifier is None and latents.is_folder(recipe.data.source):
-            raise ConfigError(
-                "sample.distance_images needs a classifier of the images in sample.classifier, or to be 0"
-            )
-        if wanted.distance_images and wanted.classifier is not None:
+        if wanted.classifier is not None:
             Judge.load(Path(wanted.classifier))
+        elif latents.is_folder(recipe.data.source):
+            raise ConfigError("sample.distance_images needs a classifier of images in sample.classifier, or to be 0")
 
     def objective(self, model: Any, data: Any, device: torch.device) -> NoiseObjective:
         """The error of the prediction, and the variational bound."""
@@ -255,20 +251,17 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
 
     def report(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         """Errors and distance."""
-        lines = [
-            ("validation loss", "none" if summary["val_loss"] is None else f"{summary['val_loss']:.4f}, squared error")
-        ]
+        loss = summary["val_loss"]
+        lines = [("validation loss", "none" if loss is None else f"{loss:.4f}, squared error")]
         if summary.get("val_variational") is not None:
             lines.append(("bound", f"{summary['val_variational']:.4f} bits per number"))
         if summary.get("frechet_distance") is not None:
-            lines.append(
-                (
-                    "Fréchet distance",
-                    f"{summary['frechet_distance']:.2f} between {summary['frechet_samples']:,} samples and the held-out "
-                    f"images ({summary['frechet_distance_of_training_images']:.2f} for the training images), in the features "
-                    f"of {summary['frechet_classifier']}; this is not FID",
-                )
+            text = (
+                f"{summary['frechet_distance']:.2f} between {summary['frechet_samples']:,} samples and the held-out "
+                f"images ({summary['frechet_distance_of_training_images']:.2f} for the training images), in the "
+                f"features of {summary['frechet_classifier']}; this is not FID"
             )
+            lines.append(("Fréchet distance", text))
         return [*lines, ("images", f"{summary['images_source']}, sha256 {summary['images_sha256']}")]
 
     def next_command(self, path: Path) -> str:

@@ -85,8 +85,8 @@ class ImageTask(Task[R, Any]):
     def describe(self, data: Any) -> str:
         """The set."""
         return (
-            f"images {data.source}, sha256 {data.sha256}: {len(data.train):,} to train on, {len(data.validation):,} held "
-            f"out, {len(data.classes):,} classes"
+            f"images {data.source}, sha256 {data.sha256}: {len(data.train):,} to train on, {len(data.validation):,} "
+            f"held out, {len(data.classes):,} classes"
         )
 
     def facts(self, data: Any, figures: Mapping[str, Any]) -> dict[str, Any]:
