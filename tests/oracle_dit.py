@@ -131,7 +131,7 @@ def parts_of(
 
 
 def dit(
-    weights: Weights, config: Any, scheme: str, x: Tensor, t: Tensor, y: Tensor, **options: Any
+    weights: Weights, config: Any, scheme: str, x: Tensor, t: Tensor, y: Tensor, /, **options: Any
 ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
     """The sample of a model of this package, given its state dict, and its streams after every block."""
     w = weights

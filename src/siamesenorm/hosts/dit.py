@@ -59,6 +59,7 @@ class ResidualDiT(DiTTransformer2DModel):
     scheme: Scheme
     num_classes: int
     null_class: int | None
+    transformer_blocks: Any
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
@@ -128,7 +129,7 @@ class ResidualDiT(DiTTransformer2DModel):
 
         side = self.patch_size
         patches = patches.unflatten(2, (side, side, self.out_channels)).unflatten(1, (rows, columns))
-        sample = torch.einsum("nhwpqc->nchpwq", patches).flatten(4, 5).flatten(2, 3)
+        sample = torch.einsum("nhwpqc->nchpwq", patches).reshape(-1, self.out_channels, rows * side, columns * side)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
     def forward_with_cfg(

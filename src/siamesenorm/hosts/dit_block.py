@@ -46,6 +46,9 @@ class DiTBlock(Block, BasicTransformerBlock):
     """diffusers' block under a scheme."""
 
     sublayers: tuple[Placed, ...]
+    norm1: Any
+    attn1: Any
+    ff: Any
 
     def forward(
         self,

@@ -277,7 +277,7 @@ def foreign_module(name: str) -> ModuleType | None:
     """What builds and rewires the host called ``name``, where it is one of another library than transformers.
 
     Raises:
-        ConfigError: the library is not installed; the message says how to install it.
+        ConfigError: the library is not installed, or too old; the message says how to install it.
     """
     if name not in FOREIGN:
         return None
@@ -286,11 +286,9 @@ def foreign_module(name: str) -> ModuleType | None:
         return importlib.import_module(host.module)
     except ModuleNotFoundError as error:
         library = host.modeling.partition(".")[0]
-        if error.name != library:
+        if (error.name or "").partition(".")[0] != library:
             raise
-        raise ConfigError(
-            f"host '{name}' needs {library}, which is not installed: pip install \"siamesenorm[{host.extra}]\""
-        ) from None
+        raise ConfigError(f"host '{name}' needs {library}: pip install \"siamesenorm[{host.extra}]\"") from error
 
 
 def find_foreign(model: Any) -> ModuleType | None:
