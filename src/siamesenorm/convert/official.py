@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..residual import ConfigError, nearest
-from . import official_lm
+from . import official_deit, official_lm
 
 __all__ = ["load_official", "official_names"]
 
-_KINDS = {"lm": official_lm}
+_KINDS = {"lm": official_lm, "deit": official_deit}
 
 
 def load_official(state_dict: Mapping[str, Tensor], kind: str, args: Mapping[str, Any]) -> nn.Module:
@@ -20,11 +20,12 @@ def load_official(state_dict: Mapping[str, Tensor], kind: str, args: Mapping[str
 
     Args:
         state_dict: the official model's own ``state_dict()``; no file is read here.
-        kind: ``"lm"``, a language model.
+        kind: ``"lm"``, a language model;
+            ``"deit"``, an image classifier, distilled or not.
         args: the official constructor's arguments.
 
     Returns:
-        A transformers model in evaluation mode, in the state dict's dtype; it saves, loads and generates as any other.
+        A transformers model in evaluation mode, in the state dict's dtype; it saves and loads as any other.
 
     Raises:
         ConfigError: unknown kind or argument, an argument whose effect is not supported, or weights that are missing,

@@ -27,7 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from ..hosts import build, scheme_of
-from ..residual import ConfigError, nearest
+from ..residual import ConfigError
+from . import weights
+from .weights import Names, fill, parameter_names, refuse_unknown, require
 
 __all__ = ["load", "official_names"]
 
@@ -74,12 +76,9 @@ _IRRELEVANT = {
 
 def load(state_dict: Mapping[str, Tensor], args: Mapping[str, Any]) -> nn.Module:
     """As :func:`siamesenorm.convert.load_official`."""
-    known = _USED | _IRRELEVANT | _FIXED.keys() | _HYBRID.keys()
-    for name in args:
-        if name not in known:
-            raise ConfigError(f"the official language model has no argument '{name}': {nearest(str(name), known)}")
+    refuse_unknown(args, _USED | _IRRELEVANT | _FIXED.keys() | _HYBRID.keys(), "language model")
     scheme, options = _scheme(state_dict, args)
-    _require(args, _FIXED)
+    require(args, _FIXED)
     for name in ("residual_dropout", "embedding_dropout"):
         if args.get(name):
             log.warning("Llama has no %s: this model is the same in evaluation, but trains without it", name)
@@ -87,21 +86,15 @@ def load(state_dict: Mapping[str, Tensor], args: Mapping[str, Any]) -> nn.Module
     # What is drawn here is overwritten, so the caller's generator is left as it was.
     with torch.random.fork_rng(devices=[]):
         model = build("llama", config, scheme, options)
-    weights = _our_weights(model, state_dict)
-    model.load_state_dict(weights, strict=False, assign=True)
+    fill(model, _names(model), state_dict)
     model.tie_weights()
-    model.config.dtype = weights["model.embed_tokens.weight"].dtype
+    model.config.dtype = model.dtype
     return model.eval()
 
 
 def official_names(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """As :func:`siamesenorm.convert.official_names`."""
-    named = {}
-    for official, ours in _names(model).items():
-        parts = [tensors[name] for name in ours if name in tensors]
-        if len(parts) == len(ours):
-            named[official] = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return named
+    return weights.official_names(_names(model), tensors)
 
 
 def _scheme(state_dict: Mapping[str, Tensor], args: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -110,14 +103,14 @@ def _scheme(state_dict: Mapping[str, Tensor], args: Mapping[str, Any]) -> tuple[
     # Without affine parts, c1 is all that is left to see of hybrid-pre.
     siamese = any(name.endswith(("attn_y_norm.weight", "ln_y_f.weight", ".c1")) for name in state_dict)
     if siamese or "transformer.blocks.0.q_norm.weight" in state_dict:
-        _require(args, _HYBRID)
+        require(args, _HYBRID)
         if special not in ({}, _STARRED):
             raise ConfigError(f"norm_pos_special_config {special} is not supported: the starred form is {_STARRED}")
         starred = {"first_block_pre": bool(special)}
         return ("siamese", {"x": "hybrid", **starred}) if siamese else ("hybridnorm", starred)
     if special:
         raise ConfigError("norm_pos_special_config has no meaning for a Pre-Norm model")
-    _require(args, dict.fromkeys(("use_query_norm", "use_key_norm", "use_value_norm"), False))
+    require(args, dict.fromkeys(("use_query_norm", "use_key_norm", "use_value_norm"), False))
     return "pre", {}
 
 
@@ -132,12 +125,6 @@ def _special(value: Any) -> dict[Any, Any]:
     if not isinstance(parsed, dict):
         raise ConfigError(f"norm_pos_special_config {value!r} is no mapping of block to settings")
     return parsed
-
-
-def _require(args: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if name in args and args[name] != value:
-            raise ConfigError(f"official argument {name}={args[name]!r} is not supported, only {value!r}")
 
 
 def _config(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,8 +170,8 @@ def _config(args: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _names(model: Any) -> dict[str, tuple[str, ...]]:
-    """Official parameter names, each with the parameters of ``model`` whose rows it joins, in order."""
+def _names(model: Any) -> Names:
+    """The official parameters, and those of ``model`` that they are."""
     scheme = scheme_of(model.config).name
     modules: dict[str, tuple[str, ...]] = {"wte": ("model.embed_tokens",)}
     for index in range(model.config.num_hidden_layers):
@@ -222,43 +209,9 @@ def _names(model: Any) -> dict[str, tuple[str, ...]]:
     if not model.config.tie_word_embeddings:
         modules["ff_out"] = ("lm_head",)
 
+    names = parameter_names(model, {f"transformer.{official}": ours for official, ours in modules.items()})
     parameters = dict(model.named_parameters())
-    names = {}
-    for official, ours_of in modules.items():
-        for suffix in ("weight", "bias"):
-            joined = tuple(f"{name}.{suffix}" for name in ours_of)
-            if all(name in parameters for name in joined):
-                names[f"transformer.{official}.{suffix}"] = joined
     for index in range(model.config.num_hidden_layers):
         if (c1 := f"model.layers.{index}.attn_residual.c1") in parameters:
             names[f"transformer.blocks.{index}.c1"] = (c1,)
     return names
-
-
-def _our_weights(model: nn.Module, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The official weights under our names, checked to be all there and no more."""
-    parameters = dict(model.named_parameters())
-    names = _names(model)
-    missing = sorted(names.keys() - state_dict.keys())
-    unused = sorted(state_dict.keys() - names.keys())
-    weights: dict[str, Tensor] = {}
-    shapes = []
-    for official, ours in names.items():
-        if official in missing:
-            continue
-        tensor = state_dict[official]
-        rows = [parameters[name].shape[0] for name in ours]
-        expected = (sum(rows), *parameters[ours[0]].shape[1:])
-        if tuple(tensor.shape) != expected:
-            shapes.append(f"{official} is {tuple(tensor.shape)}, expected {expected}")
-            continue
-        parts = tensor.detach().split(rows)
-        weights |= {name: nn.Parameter(part.clone()) for name, part in zip(ours, parts, strict=True)}
-    trouble = [
-        f"{what}: {', '.join(names)}"
-        for what, names in (("missing", missing), ("not used", unused), ("of another shape", shapes))
-        if names
-    ]
-    if trouble:
-        raise ConfigError("the official weights do not fit these arguments; " + "; ".join(trouble))
-    return weights
