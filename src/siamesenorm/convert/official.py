@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..residual import ConfigError, nearest
-from . import official_dit, official_lm
+from . import official_deit, official_dit, official_lm
 
 __all__ = ["load_official", "official_names"]
 
-_KINDS = {"lm": official_lm, "dit": official_dit}
+_KINDS = {"lm": official_lm, "deit": official_deit, "dit": official_dit}
 
 
 def load_official(state_dict: Mapping[str, Tensor], kind: str, args: Mapping[str, Any]) -> nn.Module:
@@ -21,7 +21,7 @@ def load_official(state_dict: Mapping[str, Tensor], kind: str, args: Mapping[str
     Args:
         state_dict: the official model's own ``state_dict()``; no file is read here.
         kind: ``"lm"``, a language model;
-            ``"dit"``, a diffusion model of images.
+            ``"deit"``, an image classifier, distilled or not; ``"dit"``, a diffusion model of images.
         args: the official constructor's arguments.
 
     Returns:

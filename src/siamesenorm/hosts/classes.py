@@ -22,7 +22,7 @@ from ..residual import ConfigError, Norm, Readout, Sublayer
 from .attention import HeadNormedAttention
 from .block import ReadoutNorm, ResidualBlock, Tap
 from .configs import residual_config
-from .families import all_hosts
+from .families import all_hosts, host_of
 
 __all__ = ["ResidualModel", "residual_class", "swap_class"]
 
@@ -58,9 +58,10 @@ class ResidualModel(PreTrainedModel):
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         prefix = "" if model.base_model is model else model.base_model_prefix + "."
         base = tuple(f"{prefix}{name}." for name, _ in model.base_model.named_children())
+        head = tuple(f"{prefix}{name}" for name in host_of(model.config).head_parts)
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             # What belongs to a head may come and go: a language model's body becomes a classifier's.
-            ours = [name for name in key_names(info, kind) if name.startswith(base)]
+            ours = [n for n in key_names(info, kind) if n.startswith(base) and not n.startswith(head)]
             if ours:
                 raise ConfigError(f"{kind.replace('_', ' ')} in the checkpoint of {cls.__name__}: {', '.join(ours)}")
         return (model, info) if output_loading_info else model

@@ -99,6 +99,7 @@ class Host:
         final_norm: attribute of the base model that holds the final norm.
         head: that of a new model, as the class name's end: ``"ForCausalLM"`` or ``"ForImageClassification"``.
         classes: class names by head, where they are not the prefix and the head; several where a head has variants.
+        head_parts: what only some heads have in their base model, as names within it.
         norm_offset: added to a norm's weight before it multiplies.
         norm_eps: the norms' eps, where the modules do not hold it.
         more_keys: keys of the config that its models read though its class does not declare them.
@@ -116,6 +117,7 @@ class Host:
     final_norm: str = "norm"
     head: Literal["ForCausalLM", "ForImageClassification"] = "ForCausalLM"
     classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    head_parts: tuple[str, ...] = ()
     norm_offset: float = 0.0
     norm_eps: float | None = None
     more_keys: tuple[str, ...] = ()
@@ -188,6 +190,7 @@ def _vit_like(name: str, prefix: str, **changes: Any) -> Host:
             "mlp_weights": ("mlp.fc1", "mlp.fc2"),
             "final_norm": "layernorm",
             "head": "ForImageClassification",
+            "head_parts": ("pooler", "embeddings.mask_token"),
             # Its class holds the labels' names, and their number is what they are counted as.
             "more_keys": ("num_labels",),
             **changes,

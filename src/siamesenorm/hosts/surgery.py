@@ -131,15 +131,18 @@ def model_config(
     try:
         result = config_class(**{**config, "residual_scheme": scheme_to_dict(made)})
         result.validate()
-        _check_values(result)
+        _check_values(result, config)
     except (TypeError, ValueError, ArithmeticError, StrictDataclassError) as error:
         raise ConfigError(f"this is no valid {family.prefix} config: {one_line(error)}") from error
     _check_sites(family, made, result)
     return result
 
 
-def _check_values(config: Any) -> None:
-    """Refuse sizes and shares that a host's config takes and its model does not."""
+def _check_values(config: Any, given: Mapping[str, Any]) -> None:
+    """Refuse sizes and shares that a host's config takes and its model does not; ``given`` are the keys as written."""
+    # The config counts the labels' names, of which a negative number gives none; a model without any has no head.
+    if (given.get("num_labels") or 0) < 0:
+        raise ValueError(f"num_labels must not be negative, but is {given['num_labels']}")
     for key, value in config.to_dict().items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
@@ -149,7 +152,7 @@ def _check_values(config: Any) -> None:
             raise ValueError(f"{key} must not be negative, but is {value}")
         if key.endswith(("_eps", "_epsilon")) and not 0 <= value < math.inf:
             raise ValueError(f"{key} must be a number of at least 0, not {value}")
-    for key in ("hidden_size", "num_attention_heads", "vocab_size", "num_labels", "num_channels"):
+    for key in ("hidden_size", "num_attention_heads", "vocab_size", "num_channels"):
         if (value := getattr(config, key, None)) is not None and value < 1:
             raise ValueError(f"{key} must be at least 1, not {value}")
     heads = config.num_attention_heads
@@ -188,7 +191,7 @@ def install(model: Any, *, init: bool = True) -> list[str]:
     norms = HostNorms(host, model.config.residual_norm)
     sublayers = host.sublayers(model.config)
     sites = stack_sites(len(stack), host.kinds(model.config))
-    rate = model.config.drop_path_rate
+    rate = _drop_path_rate(model.config)
     dropped = []
     for index, block in enumerate(stack):
         here = sites[index * len(sublayers) : (index + 1) * len(sublayers)]
@@ -268,8 +271,16 @@ def _rewired_config(config: Any, scheme: Scheme) -> Any:
     rewired.__class__ = register_models(get_host(config.model_type))
     rewired.residual_scheme = scheme_to_dict(scheme)
     rewired.residual_norm = getattr(config, "residual_norm", None)
-    rewired.drop_path_rate = getattr(config, "drop_path_rate", 0.0)
+    rewired.drop_path_rate = _drop_path_rate(config)
     return rewired
+
+
+def _drop_path_rate(config: Any) -> float:
+    """The rate of stochastic depth in the last block, where a config has one."""
+    rate = getattr(config, "drop_path_rate", 0.0)
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1:
+        raise ConfigError(f"drop_path_rate must be a number of at least 0 and below 1, not {rate!r}")
+    return rate
 
 
 def _check_sites(host: Host, scheme: Scheme, config: Any) -> None:

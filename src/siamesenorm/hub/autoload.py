@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..hosts.families import Host
 
-__all__ = ["FOREIGN", "ForeignHost", "register_config_if_loaded", "register_models", "watch_libraries"]
+__all__ = ["FOREIGN", "HEADS", "ForeignHost", "register_config_if_loaded", "register_models", "watch_libraries"]
 
 _CONFIGS = "transformers.models.auto.configuration_auto"
-_HEADS = {
+HEADS = {
     "AutoModel": "Model",
     "AutoModelForCausalLM": "ForCausalLM",
     "AutoModelForSequenceClassification": "ForSequenceClassification",
@@ -36,6 +36,7 @@ _HEADS = {
     "AutoModelForImageClassification": "ForImageClassification",
     "AutoModelForMaskedImageModeling": "ForMaskedImageModeling",
 }
+"""transformers' Auto classes, and how the names of a family's own classes for them end."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def register_models(host: Host) -> type[Any]:
 
     config_class = residual_config(host.name)
     transformers.AutoConfig.register(host.residual_type, config_class, exist_ok=True)
-    for auto_name, head in _HEADS.items():
+    for auto_name, head in HEADS.items():
         made = tuple(residual_class(found) for found in host.classes_with(head))
         if made:
             # Of several classes with a head, transformers takes the one that the config's architectures name.

@@ -7,13 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..hosts.families import all_hosts
 from ..residual import ConfigError, one_line
+from .autoload import HEADS
 
 __all__ = ["key_names", "load"]
 
 
 def load(path: str | Path, **kwargs: Any) -> Any:
-    """The causal language model saved in directory ``path``, rewired or not.
+    """The model saved in directory ``path``, rewired or not, with its family's usual head.
+
+    That is a causal language model, or an image classifier where the family is one for images; of several classes with
+    such a head, the one that was saved.
 
     Args:
         path: a directory with ``config.json`` and safetensors.
@@ -22,14 +27,12 @@ def load(path: str | Path, **kwargs: Any) -> Any:
     Raises:
         ConfigError: there is no such directory, no readable config, or the weights do not fit it.
     """
-    from transformers import AutoModelForCausalLM
-
     path = Path(path)
     if not path.is_dir():
         raise ConfigError(f"no model directory at '{path}'")
     config = path / "config.json"
     try:
-        json.loads(config.read_text())
+        written = json.loads(config.read_text())
     except FileNotFoundError:
         raise ConfigError(f"'{path}' holds no saved model: it has no config.json") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -40,7 +43,7 @@ def load(path: str | Path, **kwargs: Any) -> Any:
     from safetensors import SafetensorError
 
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = auto_class(written).from_pretrained(
             path,
             use_safetensors=True,
             local_files_only=True,
@@ -57,6 +60,16 @@ def load(path: str | Path, **kwargs: Any) -> Any:
         if names := key_names(info, kind):
             raise ConfigError(f"{kind.replace('_', ' ')} in the checkpoint '{path}': {', '.join(names)}")
     return model
+
+
+def auto_class(config: Any) -> Any:
+    """transformers' Auto class for the usual head of the family that a ``config.json`` names."""
+    import transformers
+
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    host = next((host for host in all_hosts() if model_type in (host.name, host.residual_type)), None)
+    head = host.head if host else "ForCausalLM"
+    return getattr(transformers, next(auto_name for auto_name, ending in HEADS.items() if ending == head))
 
 
 def key_names(info: Mapping[str, Any], kind: str) -> list[str]:
