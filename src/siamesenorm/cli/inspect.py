@@ -203,7 +203,7 @@ def _of_transformers(folder: Path) -> tuple[Any, Any, str]:
     if not plain:
         changed.residual_scheme = {"name": _BASELINE}
     with torch.device("meta"):
-        model, baseline = (hub.auto_class(config).from_config(each) for each in (config, changed))
+        model, baseline = (hub.auto_class(config.model_type).from_config(each) for each in (config, changed))
         if plain:
             # A model that the package has not touched is Pre-Norm already; rewiring only gives its sites names.
             model, baseline = rewire(model, _BASELINE), rewire(baseline, _BASELINE)

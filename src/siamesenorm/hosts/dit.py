@@ -30,6 +30,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from diffusers.models.normalization import AdaLayerNormZero
 from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from ..residual import ConfigError, Norm, Readout, Scheme, Sublayer, make_scheme, nearest, open_streams
@@ -181,7 +182,9 @@ class ResidualDiT(DiTTransformer2DModel):
         labels = class_labels
         if self.num_classes < _NULL_OF_PIPELINES:
             labels = labels.masked_fill(labels == _NULL_OF_PIPELINES, self.num_classes)
-        if labels.device.type == "cpu" and labels.numel() and not torch.compiler.is_compiling():
+        # Elsewhere the check would wait for the device, and what is traced or only counted has no values.
+        valued = labels.device.type == "cpu" and not isinstance(labels, FakeTensor)
+        if valued and labels.numel() and not torch.compiler.is_compiling():
             last = self.num_classes - 1 if self.null_class is None else self.null_class
             low, high = (int(label) for label in labels.aminmax())
             if self.null_class is None and high == self.num_classes and low >= 0:

@@ -6,9 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .loading import load
+    from .loading import auto_class, load
 
-__all__ = ["load"]
+__all__ = ["auto_class", "load"]
 
 
 def __getattr__(name: str) -> Any:

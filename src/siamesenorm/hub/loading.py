@@ -11,7 +11,7 @@ from ..hosts.families import all_hosts
 from ..residual import ConfigError, one_line
 from .autoload import HEADS
 
-__all__ = ["key_names", "load"]
+__all__ = ["auto_class", "key_names", "load"]
 
 
 def load(path: str | Path, **kwargs: Any) -> Any:
@@ -43,7 +43,7 @@ def load(path: str | Path, **kwargs: Any) -> Any:
     from safetensors import SafetensorError
 
     try:
-        model, info = auto_class(written).from_pretrained(
+        model, info = auto_class(written.get("model_type") if isinstance(written, dict) else None).from_pretrained(
             path,
             use_safetensors=True,
             local_files_only=True,
@@ -62,11 +62,10 @@ def load(path: str | Path, **kwargs: Any) -> Any:
     return model
 
 
-def auto_class(config: Any) -> Any:
-    """transformers' Auto class for the usual head of the family that a ``config.json`` names."""
+def auto_class(model_type: object) -> Any:
+    """transformers' Auto class for the usual head of the family of a ``model_type``; a language model's for others."""
     import transformers
 
-    model_type = config.get("model_type") if isinstance(config, dict) else None
     host = next((host for host in all_hosts() if model_type in (host.name, host.residual_type)), None)
     head = host.head if host else "ForCausalLM"
     return getattr(transformers, next(auto_name for auto_name, ending in HEADS.items() if ending == head))
