@@ -111,3 +111,15 @@ def test_a_warm_up_goes_on_beside_it():
     residual.drop_path = 0.5
     out = residual.gated(torch.ones(64, D, dtype=torch.float64))
     assert set(out.unique().tolist()) == {0.0, 1.0}
+
+
+def test_it_is_exported_for_any_batch():
+    stack = make_stack("siamese", blocks=1)
+    stack.blocks[0].residuals[0].drop_path = 0.5
+    batch = torch.export.Dim("batch", max=64)
+    exported = torch.export.export(stack, (sequences(3).detach(),), dynamic_shapes=({0: batch},))
+    h = sequences(20).detach()
+    torch.manual_seed(4)
+    out = exported.module()(h)
+    torch.manual_seed(4)
+    torch.testing.assert_close(out, stack(h))
