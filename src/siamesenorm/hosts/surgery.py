@@ -172,7 +172,10 @@ def _check_values(config: Any, given: Mapping[str, Any]) -> None:
 
 def _pair(size: Any) -> tuple[int, int]:
     """Height and width, of which a config may give one number for both."""
-    return (size, size) if isinstance(size, int) else tuple(size)
+    pair = (size, size) if isinstance(size, int) else tuple(size)
+    if len(pair) != 2:
+        raise ValueError(f"a size is one number or height and width, not {size}")
+    return pair
 
 
 def install(model: Any, *, init: bool = True) -> list[str]:

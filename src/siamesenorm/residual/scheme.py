@@ -109,7 +109,7 @@ class Sublayer(nn.Module, ABC):
     def gated(self, o: Tensor) -> Tensor:
         """The branch output ``o`` (batch, …, d) under the gate and stochastic depth, in its own dtype."""
         if self.drop_path and self.training:
-            kept = o.new_empty((len(o), *(1 for _ in o.shape[1:]))).bernoulli_(1 - self.drop_path)
+            kept = o.new_empty((o.shape[0], *(1 for _ in o.shape[1:]))).bernoulli_(1 - self.drop_path)
             o = o * (kept / (1 - self.drop_path))
         return o * self.gate if isinstance(self.gate, Tensor) or self.gate != 1.0 else o
 
