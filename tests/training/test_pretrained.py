@@ -193,7 +193,7 @@ def test_folders_without_a_model(recipes, tmp_path):
     (folder / "model.safetensors").touch()
     refuses(recipes(), "cannot load model.pretrained")
     (folder / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    refuses(recipes(), "is a model of type bert; supported are gemma")
+    refuses(recipes(), "is a model of type bert; supported are deit")
     file = tmp_path / "file"
     file.touch()
     refuses(recipes("pre", f"model.pretrained={file}"), "is a file")

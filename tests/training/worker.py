@@ -1,7 +1,8 @@
 """What `torchrun` starts in the tests of several processes: jobs of the tiny recipe, one after the other.
 
 python -m tests.training.worker FOLDER, where FOLDER holds jobs.json, tiny.yaml and the corpus. Each job is a run: its
-recipe's overrides, its folder, and what one process does at a step. Results go to results.json.
+recipe's overrides, its folder, and what one process does at a step; a recipe in the folder other than tiny.yaml is
+named. Results go to results.json.
 """
 
 import json
@@ -39,7 +40,9 @@ def main(folder: Path) -> None:
         EngineModule.optim_step = step
         watcher = Watcher()
         try:
-            result = train(load(str(folder / "tiny.yaml"), job["overrides"]), folder / job["out"], watcher)
+            result = train(
+                load(str(folder / job.get("recipe", "tiny.yaml")), job["overrides"]), folder / job["out"], watcher
+            )
             results.append({"status": result.status, "summary": result.summary, "message": result.message})
         except ConfigError as error:
             results.append({"status": "refused", "message": str(error)})

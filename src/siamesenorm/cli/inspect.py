@@ -290,11 +290,11 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if experts:
         parameters += f"; {facts['params_active']:,} active, with {experts['active']} of {experts['total']} experts"
     yield "parameters", parameters
-    of = "images" if facts["of_images"] else "sequences"
+    of, tokens = ("images", " tokens") if facts["of_images"] else ("sequences", "")
     yield (
         "FLOPs per token",
         f"{facts['flops_per_token_training']:,.0f} in training, {facts['flops_per_token_forward']:,.0f} forward, in "
-        f"{of} of {facts['sequence_length']}",
+        f"{of} of {facts['sequence_length']}{tokens}",
     )
     yield (
         "over Pre-Norm",

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.autoencoders.vae import DecoderOutput
 
 # A saved pipeline is loaded by looking for this name, too, in the module of a component's class.
 from diffusers.models.modeling_utils import ModelMixin
 from torch import Tensor
-from transformers.utils.generic import ModelOutput
 
 __all__ = ["PixelAutoencoder"]
-
-
-class Decoded(ModelOutput):
-    """``sample``: the images."""
-
-    sample: Tensor
 
 
 class PixelAutoencoder(ModelMixin, ConfigMixin):
@@ -36,6 +30,6 @@ class PixelAutoencoder(ModelMixin, ConfigMixin):
         """The images (batch, channels, height, width)."""
         return images
 
-    def decode(self, latents: Tensor, return_dict: bool = True) -> Decoded | tuple[Tensor]:
+    def decode(self, latents: Tensor, return_dict: bool = True) -> DecoderOutput | tuple[Tensor]:
         """The latents (batch, channels, height, width)."""
-        return Decoded(sample=latents) if return_dict else (latents,)
+        return DecoderOutput(sample=latents) if return_dict else (latents,)

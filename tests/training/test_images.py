@@ -1,0 +1,230 @@
+"""Whole runs on images: what is on disk after one, that breaking one off changes nothing, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+from siamesenorm.data import images
+from siamesenorm.residual import ConfigError
+from siamesenorm.training.recipe_files import load
+from siamesenorm.training.run import train
+from siamesenorm.training.run_folder import read_metrics
+from tests.training.test_distributed import run_all
+from tests.training.test_run import Killed, assert_same, kill, weights
+from tests.training.tiny import Watcher
+from tests.training.tiny_images import write_recipes
+
+KINDS = ("tiny-vit", "tiny-dit")
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    write_recipes(tmp_path)
+    return lambda name, *overrides: load(str(tmp_path / f"{name}.yaml"), overrides)
+
+
+def picture(path):
+    return np.asarray(Image.open(path).convert("L"), dtype=float)
+
+
+def test_a_classifiers_run(recipe, tmp_path):
+    result = train(recipe("tiny-vit"), tmp_path / "run", Watcher())
+    summary, folder = result.summary, tmp_path / "run"
+    lines = read_metrics(folder / "metrics.jsonl")
+    assert [line["images"] for line in lines] == [400 * step for step in range(1, 8)]
+    # Four patches and the class token.
+    assert [line["tokens"] for line in lines] == [2000 * step for step in range(1, 8)]
+    assert [line["step"] for line in lines if "val_accuracy" in line] == [3, 6, 7]
+    assert summary["val_accuracy"] == lines[-1]["val_accuracy"]
+    assert (summary["images"], summary["val_images"], summary["mistakes_of"]) == (2800, 40, 359)
+    assert all(picture(folder / name).std() > 10 for name in ("confusion.png", "mistakes.png", "loss.png"))
+
+    # What is saved is the average that was validated, and knows its classes and how it wants its images.
+    model = AutoModelForImageClassification.from_pretrained(folder / "model").eval()
+    assert type(model).__name__ == "ResidualViTForImageClassification"
+    assert model.config.id2label == {index: str(index) for index in range(10)}
+    found = images.prepare("digits").validation
+    numbers = np.arange(40) * len(found) // 40
+    pixels, labels = found.batch(numbers)
+    with torch.no_grad():
+        logits = model(pixel_values=torch.from_numpy(pixels).float() / 127.5 - 1).logits
+    loss = torch.nn.functional.cross_entropy(logits, torch.from_numpy(labels))
+    assert summary["val_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert summary["val_accuracy"] == (logits.argmax(-1).numpy() == labels).mean()
+    processor = json.loads((folder / "model" / "preprocessor_config.json").read_text())
+    assert (processor["image_mean"], processor["size"]) == ([0.5], {"height": 8, "width": 8})
+
+
+def test_a_diffusion_models_run(recipe, tmp_path):
+    from diffusers import DiTPipeline
+
+    folder = tmp_path / "run"
+    summary = train(recipe("tiny-dit"), folder, Watcher()).summary
+    lines = read_metrics(folder / "metrics.jsonl")
+    assert [line["images"] for line in lines] == [400 * step for step in range(1, 8)]
+    assert all(line["variational"] > 0 for line in lines)
+    assert summary["val_loss"] < 1.05
+    assert summary["val_variational"] > 0
+    assert picture(folder / "samples.png").std() > 10
+    pipeline = DiTPipeline.from_pretrained(folder / "model")
+    pipeline.set_progress_bar_config(disable=True)
+    made = pipeline([3, 4], num_inference_steps=3, guidance_scale=2.0, output_type="np").images
+    assert made.shape == (2, 8, 8, 1)
+    assert pipeline.config["id2label"]["3"] == "3"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("at", [*(pytest.param(at, marks=pytest.mark.slow) for at in (2, 4)), 5])
+def test_a_run_that_is_broken_off_is_the_same_in_the_end(recipe, tmp_path, kind, at):
+    made = recipe(kind, *([] if kind == "tiny-vit" else ["sample.per_class=0"]))
+    train(made, tmp_path / "unbroken", Watcher())
+    with pytest.raises(Killed):
+        train(made, tmp_path / "broken", Watcher(at=at, act=kill))
+    watcher = Watcher()
+    train(made, tmp_path / "broken", watcher)
+    assert watcher.begun == [at - at % 2 if at % 2 else at - 2]
+    assert_same(tmp_path / "broken", tmp_path / "unbroken")
+
+
+@pytest.mark.slow
+def test_two_processes_resume_the_same_and_give_what_one_gives(recipe, tmp_path):
+    still = ["model.config.hidden_dropout_prob=0.0", "model.config.drop_path_rate=0.0", "augment.shift=0"]
+    todo = []
+    for name in KINDS:
+        # What is drawn at random is drawn by each process for itself.
+        plain = still if name == "tiny-vit" else ["sample.per_class=0"]
+        for how in ("fsdp", "ddp"):
+            changes = [*plain, f"train.parallel={how}"]
+            todo += [
+                {"recipe": f"{name}.yaml", "overrides": changes, "out": f"unbroken/{name}-{how}"},
+                {
+                    "recipe": f"{name}.yaml",
+                    "overrides": changes,
+                    "out": f"broken/{name}-{how}",
+                    "at": 4,
+                    "signal": "SIGTERM",
+                },
+                {"recipe": f"{name}.yaml", "overrides": changes, "out": f"broken/{name}-{how}"},
+            ]
+    run_all(tmp_path, todo)
+    for name in KINDS:
+        for how in ("fsdp", "ddp"):
+            assert_same(tmp_path / f"broken/{name}-{how}", tmp_path / f"unbroken/{name}-{how}")
+    train(recipe("tiny-vit", *still), tmp_path / "alone", Watcher())
+    alone = weights(tmp_path / "alone")
+    for how in ("fsdp", "ddp"):
+        together = weights(tmp_path / f"unbroken/tiny-vit-{how}")
+        for name, weight in alone.items():
+            torch.testing.assert_close(together[name], weight, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_average_is_validated_and_saved(recipe, tmp_path):
+    averaged = train(recipe("tiny-vit"), tmp_path / "average", Watcher()).summary
+    plain = train(recipe("tiny-vit", "train.ema_decay=null"), tmp_path / "plain", Watcher()).summary
+    assert averaged["train_loss"] == plain["train_loss"]
+    assert averaged["val_loss"] != plain["val_loss"]
+    ours, theirs = weights(tmp_path / "average"), weights(tmp_path / "plain")
+    assert not any(torch.equal(ours[name], theirs[name]) for name in ours if name.endswith("fc1.weight"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("tiny-vit", "train.compile=true"),
+        ("tiny-vit", "train.activation_checkpointing=true"),
+        ("tiny-dit", "train.activation_checkpointing=true"),
+        ("tiny-vit", "train.micro_batch_size=100"),
+        ("tiny-dit", "train.micro_batch_size=100"),
+    ],
+)
+def test_how_it_is_computed_changes_nothing(recipe, tmp_path, kind, how):
+    off = {
+        "tiny-vit": ["model.config.hidden_dropout_prob=0.0", "model.config.drop_path_rate=0.0"],
+        "tiny-dit": ["sample.per_class=0"],
+    }[kind]
+    losses = []
+    for name, more in (("plain", []), ("other", [how])):
+        folder = train(recipe(kind, *off, "train.steps=2", *more), tmp_path / name, Watcher()).folder
+        losses.append([line["loss"] for line in read_metrics(folder.metrics)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+REFUSED = {
+    "tiny-vit": [
+        ("model.host=llama", "its hosts are deit, vit"),
+        ("model.config.patch_size=3", "patch_size 3 does not divide image_size 8"),
+        ("model.config.num_labels=7", "num_labels is 7, and digits has 10 classes"),
+        ("model.config.image_size=16", "model.config.image_size is 16, and the data says 8"),
+        ("data.mean=[0.1,0.2]", "data.mean has 2 numbers for 1 channels"),
+        ("data.std=0", "data.std must be above 0"),
+        ("data.channels=2", "data.channels must be one of 1, 3"),
+        ("data.validation_images=360", "asks for 360 held-out images, and there are 359"),
+        ("train.batch_size=2000", "asks for more images than there are to train on"),
+        ("augment.shift=8", "moves images of 8 pixels out of sight"),
+        ("train.ema_decay=1.0", "train.ema_decay must be at least 0 and below 1"),
+        ("data.sha256=abc", "not those that data.sha256 asks for"),
+        ("data.sequence_length=3", "belongs to the task causal-lm"),
+        ("data.source=digit", "there is no file or folder digit; images are 'digits'"),
+        ("model.pretrained=somewhere", "model.pretrained is for language models"),
+    ],
+    "tiny-dit": [
+        ("model.host=vit", "its hosts are dit"),
+        ("model.scheme=peri", "peri"),
+        ("sample.sampler=dimm", "did you mean 'ddim'"),
+        ("sample.steps=51", r"sample.steps \(51\) exceeds diffusion.timesteps \(50\)"),
+        ("diffusion.prediction=epsilom", "did you mean 'epsilon'"),
+        ("diffusion.label_dropout=0", "which cannot be guided"),
+        ("model.config.sample_size=4", "sample_size is 4, and the data says 8"),
+        ("sample.guidance=-1", "sample.guidance must be numbers of at least 0"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("kind", "override", "message"), [(k, *each) for k in REFUSED for each in REFUSED[k]])
+def test_what_is_refused(recipe, tmp_path, kind, override, message):
+    with pytest.raises(ConfigError, match=message):
+        train(recipe(kind, override), tmp_path / "run", Watcher())
+    assert not (tmp_path / "run").exists()
+
+
+def test_augmentation_of_timm_says_what_it_needs(recipe, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "timm.data", None)
+    for override in (
+        "augment.mixup=0.8",
+        "augment.auto_augment=rand-m9",
+        "augment.erase=0.5",
+        "augment.random_crop=0.1",
+    ):
+        with pytest.raises(ConfigError, match=r'come from timm: pip install "siamesenorm\[timm\]"'):
+            train(recipe("tiny-vit", override), tmp_path / "run", Watcher())
+
+
+def test_images_of_a_folder_are_read_by_workers(recipe, tmp_path):
+    generator = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (tmp_path / "set" / name).mkdir(parents=True)
+        for index in range(20):
+            bright = 60 if name == "cat" else 190
+            pixels = generator.integers(bright - 50, bright + 50, (12, 9, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "set" / name / f"{index}.png")
+    changes = [
+        f"data.source={tmp_path / 'set'}",
+        "data.channels=3",
+        "data.validation_images=null",
+        "train.batch_size=8",
+    ]
+    more = ["train.steps=12", "data.flip=true"]
+    alone = train(recipe("tiny-vit", *changes, *more), tmp_path / "alone", Watcher()).summary
+    helped = train(recipe("tiny-vit", *changes, *more, "data.workers=2"), tmp_path / "helped", Watcher()).summary
+    assert alone["val_loss"] == helped["val_loss"]
+    assert alone["classes"] == 2
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "alone" / "model", use_fast=False)
+    assert list(processor.image_mean) == [0.5, 0.5, 0.5]
