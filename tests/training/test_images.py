@@ -12,6 +12,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from siamesenorm.data import images
 from siamesenorm.residual import ConfigError
+from siamesenorm.training import sampling
 from siamesenorm.training.recipe_files import load
 from siamesenorm.training.run import train
 from siamesenorm.training.run_folder import read_metrics
@@ -76,7 +77,7 @@ def test_a_diffusion_models_run(recipe, tmp_path):
     pipeline.set_progress_bar_config(disable=True)
     made = pipeline([3, 4], num_inference_steps=3, guidance_scale=2.0, output_type="np").images
     assert made.shape == (2, 8, 8, 1)
-    assert pipeline.config["id2label"]["3"] == "3"
+    assert sampling.class_names(pipeline) == [str(index) for index in range(10)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -25,8 +25,9 @@ def kill():
 
 
 def weights(folder):
-    (file,) = (folder / "model").rglob("*model.safetensors")
-    return load_file(file)
+    model = folder / "model"
+    pipeline = model / "transformer" / "diffusion_pytorch_model.safetensors"
+    return load_file(pipeline if pipeline.exists() else model / "model.safetensors")
 
 
 def numbers(folder):

@@ -110,8 +110,10 @@ def draw(
 
 def class_names(pipeline: Any) -> list[str]:
     """The names of a pipeline's classes, or their numbers where it has no names."""
-    saved = pipeline.config.get("id2label") or {}
-    found = {int(key): str(name) for key, name in saved.items()}
+    # A class may have several names there, in the order of the alphabet.
+    found: dict[int, str] = {}
+    for name, label in pipeline.labels.items():
+        found.setdefault(label, name)
     return [found.get(label, str(label)) for label in range(pipeline.transformer.num_classes)]
 
 
