@@ -40,12 +40,9 @@ class WeightAverage:
         for name, weight in self.weights.items():
             weight.copy_(weights[name])
 
-    @torch.no_grad()
     def apply(self) -> None:
         """Replace the model's weights by their average."""
-        for name, parameter in self.model.named_parameters():
-            parameter.copy_(self.weights[name])
-        _reshard(self.model)
+        _overwrite(self.model, self.weights)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -55,18 +52,18 @@ class WeightAverage:
         try:
             yield
         finally:
-            with torch.no_grad():
-                for name, parameter in self.model.named_parameters():
-                    parameter.copy_(kept[name])
-            _reshard(self.model)
+            _overwrite(self.model, kept)
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _reshard(model: nn.Module) -> None:
-    """Drop what a model in parts has gathered: it is of weights that are no longer there."""
+@torch.no_grad()
+def _overwrite(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    # What a model in parts has gathered for its last forward pass stands for its parameters until it is given back.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+    for name, parameter in model.named_parameters():
+        parameter.copy_(weights[name])
