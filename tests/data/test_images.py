@@ -18,14 +18,16 @@ from tests.data.watching import Silent
 
 
 @pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("SIAMESENORM_CACHE", str(tmp_path / "cache"))
+def cache(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("SIAMESENORM_CACHE", str(folder))
+    return folder
 
 
 @pytest.fixture
-def datasets(tmp_path, monkeypatch):
+def datasets(cache, monkeypatch):
     module = pytest.importorskip("datasets")
-    monkeypatch.setattr(module.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    monkeypatch.setattr(module.config, "HF_DATASETS_CACHE", cache / "datasets")
     module.disable_progress_bars()
     return module
 
@@ -152,7 +154,7 @@ def test_class_folders_with_splits(tmp_path):
     watcher = Silent()
     moved = prepared(tmp_path / "set", watcher)
     assert moved.sha256 == found.sha256
-    assert any("Test is taken" in note for note in watcher.notes)
+    assert any("'Test' is taken" in note for note in watcher.notes)
     shutil.copytree(tmp_path / "set" / "Test", tmp_path / "set" / "valid")
     write(tmp_path / "set" / "Test" / "cat" / "more.png", encoded(picture(1)))
     assert prepared(tmp_path / "set").sha256 == found.sha256
@@ -324,6 +326,7 @@ def test_every_kind_of_image_is_taken(content, colour):
     assert np.abs(grey - np.dot(colour, (0.299, 0.587, 0.114))).max() <= 1
 
 
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
 def test_images_are_turned_upright():
     image = picture(1, (6, 4))
     exif = Image.Exif()
@@ -445,7 +448,7 @@ def test_unreadable_images_are_named_counted_and_left_out(tmp_path):
     assert "a/000.png" in message
 
 
-def test_images_are_looked_through_once(tmp_path, monkeypatch):
+def test_images_are_looked_through_once(tmp_path, cache, monkeypatch):
     root = damaged(tmp_path)
     checked = []
     original = pixels.check
@@ -466,7 +469,7 @@ def test_images_are_looked_through_once(tmp_path, monkeypatch):
     assert checked == [len(new.read_bytes())]
     assert changed.sha256 != first.sha256
     # Less is remembered where a process was killed while it wrote.
-    (memory,) = (tmp_path / "cache" / "images").iterdir()
+    (memory,) = (cache / "images").iterdir()
     lines = memory.read_bytes()
     assert len(lines.split()) >= 22
     memory.write_bytes(lines[: len(lines) // 2 - 20])
@@ -572,7 +575,7 @@ def test_parquet_files_with_names_of_classes(tmp_path, datasets):
     assert contents_by_label(two.train) == expected(LABELS[:18])
     assert contents_by_label(two.validation) == expected(LABELS[18:], CONTENT[18:])
     assert two.train.where(0).endswith("row 1")
-    assert any("test is left out" in note for note in watcher.notes)
+    assert any("'test' are left out" in note for note in watcher.notes)
     assert prepared(tmp_path / "two").sha256 == two.sha256
     parquet(tmp_path / "two" / "data" / "more.parquet", named)
     refused(tmp_path / "two", ["are named after splits", "more.parquet"])
@@ -632,7 +635,7 @@ def test_columns_are_found_or_named(tmp_path, datasets):
     refused(path, ["no column is known to hold the labels", "fine (int64)", "other (int64)", "text (string)"])
     refused(path, ["no column 'fin'", "did you mean 'fine'?"], label_column="fin")
     assert prepared(path, label_column="text").classes == ("0", "1", "2")
-    refused(path, ["'text'", "does not hold images", "int64"], label_column="fine", image_column="other")
+    refused(path, ["'other'", "does not hold images", "int64"], label_column="fine", image_column="other")
     two = parquet(
         tmp_path / "two.parquet", LABELS, mask=[{"bytes": each, "path": None} for each in CONTENT]
     )  # both of them look like images

@@ -318,7 +318,8 @@ class _Job:
             for suffix, each in (("", batch), ("_flipped", batch.flip(-1)))[: 1 + described.flip]:
                 for key, found in zip(("mean", "logvar"), self._call(each), strict=True):
                     if found is not None:
-                        stored = found.float().cpu().numpy().astype(kind)
+                        with np.errstate(over="ignore"):  # found out below, with the image's name
+                            stored = found.float().cpu().numpy().astype(kind)
                         self._require_finite(stored, found, split, numbers.start + at)
                         tensors[key + suffix][at : at + len(stored)] = stored
             at += len(pixels)

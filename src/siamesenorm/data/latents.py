@@ -370,7 +370,7 @@ def clear_shards(folder: Path, kept: Sequence[Shard] = ()) -> None:
     """Take away all shards, finished or not, but those."""
     names = {shard.file for shard in kept}
     for side in ("train", "validation"):
-        for path in (*folder.glob(f"{side}-*{SUFFIX}"), *folder.glob(f".{side}-*{SUFFIX}")):
+        for path in (*folder.glob(f"{side}-*{SUFFIX}"), *folder.glob(f".{side}-*{SUFFIX}.*")):
             if path.name not in names:
                 path.unlink()
 
