@@ -242,7 +242,7 @@ def _classes(path: Path, below: str, images: Sequence[str]) -> tuple[tuple[str, 
             f"no images ({', '.join(SUFFIXES)}) are in {_some(empty)} in {root}; a class folder needs one at least"
         )
     labels = np.repeat(np.arange(len(classes)), [len(members[name]) for name in classes])
-    notes = (f"{stray:,} images in {root} that lie in no class folder are left out",) if stray else ()
+    notes = (f"images in {root} that lie in no class folder are left out: {stray:,}",) if stray else ()
     names = [image[len(below) :] for name in classes for image in members[name]]
     return classes, Files(root.resolve(), names, labels, f"files in {root.resolve()}", named=True), notes
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -206,7 +206,7 @@ def prepare(
     sides = [found.train] if found.validation is None else [found.train, found.validation]
     scans = [_scan(side, cache or cache_root(), watcher, strict=unreadable == "error") for side in sides]
     messages = tuple(message for scan in scans for message in scan.messages())
-    _tell(messages, watcher)
+    _tell(messages, sum(map(len, sides)), watcher)
     for scan in scans:
         scan.require_every_class(found.classes, source)
     if found.validation is None:
@@ -372,7 +372,7 @@ class _Memory:
         key = hashlib.sha256(f"{_FORMAT} {PIL.__version__} {identity}".encode("utf-8", "surrogateescape"))
         self._path = cache / "images" / f"{key.hexdigest()[:16]}.jsonl"
         with suppress(OSError):
-            for line in self._path.read_bytes().splitlines():
+            for line in filter(None, self._path.read_bytes().split(b"\n")):
                 self._lines += 1
                 # A killed process may have left part of a line.
                 with suppress(ValueError, TypeError):
@@ -405,25 +405,25 @@ class _Memory:
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab", buffering=0) as file:
-                file.write("".join(_lines(new.items())).encode())
+                file.write(_lines(new))
 
     def tidy(self) -> None:
         """Drop what has been replaced by something newer."""
         if self._path is not None and self._lines > len(self._known):
             with suppress(OSError):
-                write_whole(self._path, "".join(_lines(self._known.items())))
+                write_whole(self._path, _lines(self._known))
 
 
-def _lines(known: Iterable[tuple[str, Sequence[Any]]]) -> Iterator[str]:
-    # A line break at both ends keeps a line whole where a killed process has left part of one before it.
-    return (f"\n{json.dumps([name, *facts])}\n" for name, facts in known)
+def _lines(known: Mapping[str, Sequence[Any]]) -> bytes:
+    # The first line break ends whatever part of a line a killed process has left.
+    return "\n".join(["", *(json.dumps([name, *facts]) for name, facts in known.items()), ""]).encode()
 
 
-def _tell(messages: Sequence[str], watcher: Watcher) -> None:
+def _tell(messages: Sequence[str], images: int, watcher: Watcher) -> None:
     for message in messages[:_NAMED]:
         watcher.note(f"left out: {message}")
     if messages:
-        watcher.note(f"{len(messages):,} images cannot be read and are left out")
+        watcher.note(f"unreadable and left out: {len(messages):,} of {images:,} images")
 
 
 def _split(scan: _Scan, fraction: float, source: str) -> list[tuple[_Scan, np.ndarray]]:

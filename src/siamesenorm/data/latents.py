@@ -62,12 +62,14 @@ class Encoded:
 
     ``shift`` and ``scale`` have one number for each channel: training sees ``(latent - shift) * scale``.
     ``variational`` says whether there are variances, ``flip`` whether there are latents of flipped images.
-    ``autoencoder_sha256`` is its fingerprint; ``source_sha256`` is that of the images.
+    ``autoencoder_sha256`` is its fingerprint; ``source_sha256`` is that of the images, and ``unreadable`` the number of
+    those that were left out.
     """
 
     source: str
     source_sha256: str
     classes: tuple[str, ...]
+    unreadable: int
     image_size: int
     image_channels: int
     latent_shape: tuple[int, int, int]
