@@ -69,9 +69,6 @@ class ImageSplit:
         self.labels: np.ndarray = pictures.labels[rows]
         self._shape = (form.channels, form.size, form.size)
         self._keeps = len(rows) * int(np.prod(self._shape)) <= _KEPT_BYTES
-        self._forget()
-
-    def _forget(self) -> None:
         self._kept: np.ndarray | None = None
         self._is_kept = np.zeros(len(self._rows) if self._keeps else 0, dtype=bool)
 
@@ -103,6 +100,9 @@ class ImageSplit:
                 f"{_words(error)}"
             ) from error
 
+    def _array(self, index: int) -> np.ndarray:
+        return self._form.array(self._decoded(index))
+
     def batch(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Images and labels by number, as in numpy counted from the end where negative.
 
@@ -115,16 +115,14 @@ class ImageSplit:
         """
         asked = np.asarray(indices, dtype=np.int64)
         labels = self.labels[asked]
-        asked = asked % max(len(self), 1)
         if not self._keeps:
-            found = _mapped(lambda index: self._form.array(self._decoded(index)), asked.tolist())
+            found = _mapped(self._array, asked.tolist())
             return np.stack(found) if found else np.empty((0, *self._shape), np.uint8), labels
         if self._kept is None:
             self._kept = np.empty((len(self), *self._shape), np.uint8)
         missing = np.unique(asked[~self._is_kept[asked]])
-        for index, array in zip(
-            missing, _mapped(lambda index: self._form.array(self._decoded(index)), missing.tolist()), strict=True
-        ):
+        found = _mapped(self._array, missing.tolist())
+        for index, array in zip(missing, found, strict=True):
             self._kept[index] = array
         self._is_kept[missing] = True
         return self._kept[asked], labels
