@@ -384,9 +384,9 @@ def test_a_kill_at_any_moment_loses_nothing_that_was_finished(run, tmp_path):
     seconds = time.perf_counter() - seconds
     rng = random.Random(0)
     resumed = 0
-    for number in range(12):
+    for number in range(5):
         out = f"killed{number}"
-        for _ in range(60):
+        for _ in range(8):
             child = os.fork()
             if not child:
                 # Nothing of pytest's runs in the child.
