@@ -148,7 +148,7 @@ def _report_latents(summary: dict[str, Any]) -> None:
     for name in ("train", "validation"):
         part = summary[name]
         print(f"{name:16} {part['images']:,} images, {part['shards']} file{'s' if part['shards'] != 1 else ''}")
-    print(f"left out         {summary['unreadable']:,} images that cannot be read")
+    print(f"unreadable       {summary['unreadable']:,}, left out")
     channels, height, width = summary["latent_shape"]
     flipped = ", and of the flipped images" if summary["flip"] else ""
     what = "means and variances" if summary["variational"] else "latents"

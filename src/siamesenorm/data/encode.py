@@ -24,7 +24,7 @@ from siamesenorm.data import autoencoders, folders, images, latents
 from siamesenorm.data.autoencoders import Autoencoder
 from siamesenorm.data.images import ImageArrays, ImageSplit, Watcher
 from siamesenorm.data.latents import Encoded, LatentArrays, Shard
-from siamesenorm.residual import ConfigError, nearest
+from siamesenorm.residual import ConfigError, nearest, one_line
 
 _MARKS = (latents.META, latents.PROGRESS)
 
@@ -95,7 +95,7 @@ class Done:
             "status": self.status,
             "out": str(arrays.folder),
             "classes": len(encoded.classes),
-            "unreadable": arrays.facts["unreadable"],
+            "unreadable": encoded.unreadable,
             **{name: {"images": len(side), "shards": len(side.shards)} for name, side in sides.items()},
             "bytes": sum(shard.bytes for side in sides.values() for shard in side.shards),
             "image_size": encoded.image_size,
@@ -148,26 +148,13 @@ def encode(request: Request, out: Path, watcher: Watcher, cache: Path | None = N
         cache=cache,
         watcher=watcher,
     )
-    arguments = {
-        "source": request.source,
-        "source_sha256": found.sha256,
-        "autoencoder": autoencoder.name,
-        "autoencoder_sha256": autoencoder.sha256,
-        "image_size": request.image_size,
-        "crop_fraction": request.crop_fraction,
-        # Sums in another order are other sums, in their last digit.
-        "batch_size": request.batch_size,
-        "device": device.type,
-        "flip": request.flip,
-        "dtype": request.dtype,
-        "shard_size": request.shard_size,
-    }
+    arguments = _arguments(request, found, autoencoder, device)
     with folders.claimed(out, "encoding into"):
         for path in folders.half_written(out, _MARKS):
             path.unlink()
         if (out / latents.META).exists():
             sha256, encoded, shards, facts = latents.read_meta(out)
-            _require_equal(out, facts["arguments"], arguments)
+            _require_equal(out, facts.get("arguments") or {}, arguments)
             latents.check_files(out, shards)
             (out / latents.PROGRESS).unlink(missing_ok=True)
             arrays = latents.opened(out, sha256, encoded, shards, facts)
@@ -183,6 +170,24 @@ def encode(request: Request, out: Path, watcher: Watcher, cache: Path | None = N
         finally:
             watcher.end()
         return Done("finished", arrays, time.perf_counter() - started)
+
+
+def _arguments(request: Request, found: ImageArrays, autoencoder: Autoencoder, device: torch.device) -> dict[str, Any]:
+    """All that decides what the files hold, by the options' names where there are such."""
+    return {
+        "source": request.source,
+        "source_sha256": found.sha256,
+        "autoencoder": autoencoder.name,
+        "autoencoder_sha256": autoencoder.sha256,
+        "image_size": request.image_size,
+        "crop_fraction": request.crop_fraction,
+        # Sums in another order are other sums, in their last digit.
+        "batch_size": request.batch_size,
+        "device": device.type,
+        "flip": request.flip,
+        "dtype": request.dtype,
+        "shard_size": request.shard_size,
+    }
 
 
 class _Job:
@@ -267,6 +272,7 @@ class _Job:
             source=self.request.source,
             source_sha256=self.images.sha256,
             classes=self.images.classes,
+            unreadable=len(self.images.unreadable),
             image_size=size,
             image_channels=channels,
             latent_shape=shape,
@@ -289,14 +295,14 @@ class _Job:
                 return self.autoencoder.encode(batch)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
-                f"the {self.device.type} has too little memory for {len(batch)} images of {self.request.image_size} × "
-                f"{self.request.image_size} at once; give a smaller --batch-size"
+                f"the device {self.device} has too little memory for {len(batch)} images at once; give a smaller "
+                "--batch-size"
             ) from error
-        except RuntimeError as error:
+        except Exception as error:  # each class has errors of its own for what it does not take
             size = self.request.image_size
             raise ConfigError(
-                f"the autoencoder {self.autoencoder.name} cannot encode images of {size} × {size}: "
-                f"{str(error).splitlines()[0]}"
+                f"the autoencoder {self.autoencoder.name} ({self.autoencoder.kind}) cannot encode images of {size} × "
+                f"{size}: {one_line(error)}"
             ) from error
 
     def _encode(self, name: str, described: Encoded) -> None:
@@ -318,7 +324,8 @@ class _Job:
             for suffix, each in (("", batch), ("_flipped", batch.flip(-1)))[: 1 + described.flip]:
                 for key, found in zip(("mean", "logvar"), self._call(each), strict=True):
                     if found is not None:
-                        stored = found.float().cpu().numpy().astype(kind)
+                        with np.errstate(over="ignore"):  # found out below, with the image's name
+                            stored = found.float().cpu().numpy().astype(kind)
                         self._require_finite(stored, found, split, numbers.start + at)
                         tensors[key + suffix][at : at + len(stored)] = stored
             at += len(pixels)
@@ -344,11 +351,7 @@ class _Job:
         latents.write_whole(self.out / latents.PROGRESS, json.dumps(progress, indent=2) + "\n")
 
     def _finish(self, described: Encoded) -> LatentArrays:
-        facts = {
-            "arguments": dict(self.arguments),
-            "unreadable": len(self.images.unreadable),
-            "version": siamesenorm.__version__,
-        }
+        facts = {"arguments": dict(self.arguments), "version": siamesenorm.__version__}
         sha256 = latents.write_meta(self.out, described, self.shards, facts)
         (self.out / latents.PROGRESS).unlink()
         return latents.opened(self.out, sha256, described, self.shards, facts)
@@ -372,9 +375,9 @@ def _require_equal(out: Path, there: Mapping[str, Any], asked: Mapping[str, Any]
     for name in ("source", "autoencoder"):
         content = f"{name}_sha256"
         ignored.add(content)
-        if there[content] == asked[content]:
+        if there.get(content) == asked[content]:
             ignored.add(name)
-        elif there[name] == asked[name]:
+        elif there.get(name) == asked[name]:
             raise ConfigError(
                 f"the {name} {asked[name]} has changed since the encoding into {out} began; choose another --out, or "
                 "delete that folder"

@@ -85,23 +85,23 @@ class Files(Pictures):
     def __init__(
         self, root: Path, names: Sequence[str], labels: Sequence[int] | np.ndarray, identity: str, *, named: bool
     ) -> None:
-        # One block of memory, since there may be millions.
+        # Plain bytes in one block of memory, since there may be millions.
         self._names = np.array([os.fsencode(name) for name in names], dtype=np.bytes_)
-        self._root, self._named = root, named
+        self._root, self._named = os.fsencode(root), named
         self.labels = np.asarray(labels, dtype=np.int64)
         self.identity = identity
 
-    def path(self, index: int) -> Path:
-        """An image's file."""
-        return self._root / os.fsdecode(self._names[index])
+    def _path(self, index: int) -> bytes:
+        return os.path.join(self._root, self._names[index])
 
     def content(self, index: int) -> bytes:
         """The file's bytes."""
-        return self.path(index).read_bytes()
+        with open(self._path(index), "rb") as file:
+            return file.read()
 
     def where(self, index: int) -> str:
         """The file's path."""
-        return str(self.path(index))
+        return os.fsdecode(self._path(index))
 
     def name(self, index: int) -> str | None:
         """The file's path below the root, with forward slashes."""
@@ -110,7 +110,7 @@ class Files(Pictures):
     def stamp(self, index: int) -> str | None:
         """Its size and when it was last changed."""
         try:
-            stat = self.path(index).stat()
+            stat = os.stat(self._path(index))
         except OSError:
             return None
         return f"{stat.st_size}-{stat.st_mtime_ns}"
@@ -207,22 +207,18 @@ def open_source(source: str, columns: Columns) -> ImageSource:
 def _folder(path: Path, images: Sequence[str]) -> ImageSource:
     """Class folders, below split folders where there are such."""
     subfolders = _subfolders(path)
-    named = {name: split for name in subfolders if (split := _exact_split(name))}
     # A class may be called "train" too; its folder holds images, and that of a split holds folders.
-    if not any(_subfolders(path / name) for name in named):
+    if not any(_exact_split(name) and _subfolders(path / name) for name in subfolders):
         classes, train, notes = _classes(path, "", images)
         return ImageSource(classes, train, notes=notes)
-    train_folder, held_out_folder, notes = _split_names(named, f"the folders in {path}")
-    others = sorted(set(subfolders) - {train_folder, held_out_folder})
-    if others:
-        notes = (*notes, f"the folders {_some(others)} in {path} are left out")
-    classes, train, more = _classes(path, f"{train_folder}/", images)
-    notes += more
-    if held_out_folder is None:
-        return ImageSource(classes, train, notes=notes)
-    others_classes, validation, more = _classes(path, f"{held_out_folder}/", images)
-    _require_equal(classes, others_classes, (f"{path / train_folder}", f"{path / held_out_folder}"))
-    return ImageSource(classes, train, validation, notes=notes + more)
+    sides = _sides(subfolders, f"the folders in {path}")
+    classes, train, notes = _classes(path, f"{sides.train}/", images)
+    source = ImageSource(classes, train, notes=sides.notes + notes)
+    if sides.validation is None:
+        return source
+    others, validation, more = _classes(path, f"{sides.validation}/", images)
+    _require_equal(classes, others, (str(path / sides.train), str(path / sides.validation)))
+    return replace(source, validation=validation, notes=source.notes + more)
 
 
 def _classes(path: Path, below: str, images: Sequence[str]) -> tuple[tuple[str, ...], Files, tuple[str, ...]]:
@@ -246,7 +242,7 @@ def _classes(path: Path, below: str, images: Sequence[str]) -> tuple[tuple[str, 
             f"no images ({', '.join(SUFFIXES)}) are in {_some(empty)} in {root}; a class folder needs one at least"
         )
     labels = np.repeat(np.arange(len(classes)), [len(members[name]) for name in classes])
-    notes = (f"{stray:,} images in {root} that lie in no class folder are left out",) if stray else ()
+    notes = (f"images in {root} that lie in no class folder are left out: {stray:,}",) if stray else ()
     names = [image[len(below) :] for name in classes for image in members[name]]
     return classes, Files(root.resolve(), names, labels, f"files in {root.resolve()}", named=True), notes
 
@@ -263,23 +259,33 @@ def _exact_split(name: str) -> str | None:
     return next((split for split, names in SPLITS.items() if name.lower() in names), None)
 
 
-def _split_names(named: Mapping[str, str], what: str) -> tuple[str, str | None, tuple[str, ...]]:
-    """Which of the things named after splits are to train on and which to validate on, and what to say about it."""
+@dataclass(frozen=True)
+class _Sides:
+    """Which of several splits are trained on and validated on, and what to say about it."""
+
+    train: str
+    validation: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def _sides(names: Sequence[str], what: str) -> _Sides:
+    """The sides of a split by their names; without one to validate on, the one to test on is taken for it."""
     found: dict[str, list[str]] = defaultdict(list)
-    for name, split in named.items():
-        found[split].append(name)
-    for split, names in found.items():
-        if len(names) > 1:
-            raise ConfigError(f"of {what}, {_some(names)} all name the split '{split}'; leave one of them")
+    for name in names:
+        found[_exact_split(name) or ""].append(name)
     if "train" not in found:
-        raise ConfigError(f"of {what}, none is to train on: there are {_some(named)}; expected: train")
-    if "validation" in found:
-        left = (f"of {what}, {found['test'][0]} is left out",) if "test" in found else ()
-        return found["train"][0], found["validation"][0], left
-    if "test" in found:
-        note = f"of {what}, none is to validate on, so {found['test'][0]} is taken"
-        return found["train"][0], found["test"][0], (note,)
-    return found["train"][0], None, ()
+        raise ConfigError(f"of {what}, none is to train on: there are {_some(names)}; expected: train")
+    held_out = "validation" if "validation" in found else "test"
+    for split in ("train", held_out):
+        if len(found[split]) > 1:
+            raise ConfigError(f"of {what}, {_some(found[split])} all name the split '{split}'; leave one of them")
+    train, validation = found["train"][0], next(iter(found[held_out]), None)
+    notes = []
+    if validation is not None and held_out == "test":
+        notes.append(f"of {what}, none is to validate on, so '{validation}' is taken")
+    if others := sorted(set(names) - {train, validation}):
+        notes.append(f"of {what}, {_some(others)} are left out")
+    return _Sides(train, validation, tuple(notes))
 
 
 def _require_equal(train: Sequence[str], validation: Sequence[str], where: tuple[str, str]) -> None:
@@ -301,19 +307,19 @@ def _some(names: Iterable[str]) -> str:
 
 def _parquet(path: Path, files: Sequence[Path], columns: Columns) -> ImageSource:
     """Parquet files, split by their names where all are named after splits."""
-    by_split: dict[str | None, list[str]] = defaultdict(list)
+    by_split: dict[str, list[str]] = defaultdict(list)
+    unnamed: list[str] = []
     for file in files:
-        # A name is taken as a pattern there.
         split = None if file == path else split_of(file.relative_to(path).as_posix())
-        by_split[split].append(glob.escape(str(file)))
-    unnamed = by_split.pop(None, [])
+        (unnamed if split is None else by_split[split]).append(str(file))
     if unnamed and by_split:
         raise ConfigError(
             f"some Parquet files in {path} are named after splits ({_some(sorted(by_split))}) and {unnamed[0]} is not; "
             "name all of them so, or none"
         )
-    named = {"train": unnamed} if unnamed else {str(split): names for split, names in by_split.items()}
-    data_files = {split: sorted(names) for split, names in named.items()}
+    named = {"train": unnamed} if unnamed else by_split
+    # A name is taken as a pattern there.
+    data_files = {split: [glob.escape(name) for name in sorted(names)] for split, names in named.items()}
     datasets = needed("datasets")
     try:
         found = datasets.load_dataset("parquet", data_files=data_files)
@@ -353,28 +359,21 @@ def _cause(error: BaseException) -> str:
 def _dataset(found: Any, where: str, columns: Columns) -> ImageSource:
     """Images and labels of a ``Dataset`` or a ``DatasetDict``."""
     splits: dict[str, Any] = dict(found) if isinstance(found, Mapping) else {"train": found}
-    if len(splits) == 1:
-        train_split, held_out_split, notes = next(iter(splits)), None, ()
-    else:
-        named = {name: split for name in splits if (split := _exact_split(name))}
-        train_split, held_out_split, notes = _split_names(named or dict.fromkeys(splits, ""), f"the splits of {where}")
-    train = splits[train_split]
+    sides = _Sides(next(iter(splits))) if len(splits) == 1 else _sides(list(splits), f"the splits of {where}")
+    train, what = splits[sides.train], f"{where}, split {sides.train}"
     image = _image_column(train, columns.image, where)
     label = _label_column(train, image, columns.label, where)
-    labelled = _Labels(train, label, f"{where}, split {train_split}")
-    classes = labelled.classes()
-    source = ImageSource(
-        classes, _pictures(train, image, labelled.indices(classes), f"{where}, split {train_split}"), notes=notes
-    )
-    if held_out_split is None:
+    labels = _Labels(train, label, what)
+    classes = labels.classes()
+    source = ImageSource(classes, _pictures(train, image, labels.indices(classes), what), notes=sides.notes)
+    if sides.validation is None:
         return source
-    what = f"{where}, split {held_out_split}"
-    held_out = splits[held_out_split]
+    held_out, what = splits[sides.validation], f"{where}, split {sides.validation}"
     for name in (image, label):
         if name not in held_out.column_names:
             raise ConfigError(f"{what} has no column '{name}'; it has {_some(held_out.column_names)}")
     others = _Labels(held_out, label, what)
-    _require_equal(classes, others.names or others.found_names(), (labelled.where, what))
+    _require_equal(classes, others.names or others.found_names(), (labels.where, what))
     return replace(source, validation=_pictures(held_out, image, others.indices(classes), what))
 
 

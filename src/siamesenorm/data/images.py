@@ -9,10 +9,10 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -29,7 +29,8 @@ from siamesenorm.residual import ConfigError, nearest
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 UNREADABLE = ("skip", "error")
 
@@ -68,9 +69,6 @@ class ImageSplit:
         self.labels: np.ndarray = pictures.labels[rows]
         self._shape = (form.channels, form.size, form.size)
         self._keeps = len(rows) * int(np.prod(self._shape)) <= _KEPT_BYTES
-        self._forget()
-
-    def _forget(self) -> None:
         self._kept: np.ndarray | None = None
         self._is_kept = np.zeros(len(self._rows) if self._keeps else 0, dtype=bool)
 
@@ -102,6 +100,9 @@ class ImageSplit:
                 f"{_words(error)}"
             ) from error
 
+    def _array(self, index: int) -> np.ndarray:
+        return self._form.array(self._decoded(index))
+
     def batch(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Images and labels by number, as in numpy counted from the end where negative.
 
@@ -114,16 +115,14 @@ class ImageSplit:
         """
         asked = np.asarray(indices, dtype=np.int64)
         labels = self.labels[asked]
-        asked = asked % max(len(self), 1)
         if not self._keeps:
-            found = _mapped(lambda index: self._form.array(self._decoded(index)), asked.tolist())
+            found = _mapped(self._array, asked.tolist())
             return np.stack(found) if found else np.empty((0, *self._shape), np.uint8), labels
         if self._kept is None:
             self._kept = np.empty((len(self), *self._shape), np.uint8)
         missing = np.unique(asked[~self._is_kept[asked]])
-        for index, array in zip(
-            missing, _mapped(lambda index: self._form.array(self._decoded(index)), missing.tolist()), strict=True
-        ):
+        found = _mapped(self._array, missing.tolist())
+        for index, array in zip(missing, found, strict=True):
             self._kept[index] = array
         self._is_kept[missing] = True
         return self._kept[asked], labels
@@ -204,23 +203,16 @@ def prepare(
 
     sides = [found.train] if found.validation is None else [found.train, found.validation]
     scans = [_scan(side, cache or cache_root(), watcher, strict=unreadable == "error") for side in sides]
-    messages = tuple(message for side, scan in zip(sides, scans, strict=True) for message in scan.messages(side))
-    _tell(messages, watcher)
-    readable = []
-    for side, scan in zip(sides, scans, strict=True):
-        readable.append(scan.readable())
-        _require_every_class(side, readable[-1], found.classes, scan, source)
+    messages = tuple(message for scan in scans for message in scan.messages())
+    _tell(messages, sum(map(len, sides)), watcher)
+    for scan in scans:
+        scan.require_every_class(found.classes, source)
     if found.validation is None:
         fraction = found.validation_fraction if validation_fraction is None else validation_fraction
-        held_out = _held_out(found.train, readable[0], scans[0].digests, fraction)
-        if not held_out.any():
-            raise ConfigError(f"each class of {source} has a single image, so none can be held out to validate on")
-        rows = [readable[0][~held_out], readable[0][held_out]]
-        sides, scans = sides * 2, scans * 2
+        parts = _split(scans[0], fraction, source)
     else:
-        rows = readable
-    parts = [(side.labels[at], scan.digests[at]) for side, scan, at in zip(sides, scans, rows, strict=True)]
-    train, validation = (ImageSplit(side, at, form) for side, at in zip(sides, rows, strict=True))
+        parts = [(scan, scan.readable()) for scan in scans]
+    train, validation = (ImageSplit(scan.pictures, rows, form) for scan, rows in parts)
     return ImageArrays(
         source=source,
         classes=found.classes,
@@ -266,20 +258,32 @@ def _form(found: ImageSource, size: int, channels: int | None, crop_fraction: fl
     return Form(size, channels or found.channels, crop_fraction, found.resampling or Resampling.BICUBIC)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Scan:
     """What was found in pictures: the SHA-256 of each, uint8 of shape (images, 32), and what is wrong with some."""
 
+    pictures: Pictures
     digests: np.ndarray
-    faults: dict[int, str]
+    faults: dict[int, str] = field(default_factory=dict)
 
     def readable(self) -> np.ndarray:
         """The numbers of those that can be read."""
         return np.setdiff1d(np.arange(len(self.digests)), list(self.faults))
 
-    def messages(self, pictures: Pictures) -> list[str]:
+    def messages(self) -> list[str]:
         """One for each fault."""
-        return [f"{pictures.where(index)}: {fault}" for index, fault in sorted(self.faults.items())]
+        return [f"{self.pictures.where(index)}: {fault}" for index, fault in sorted(self.faults.items())]
+
+    def require_every_class(self, classes: Sequence[str], source: str) -> None:
+        """Refuse a class that has images none of which can be read."""
+        labels = self.pictures.labels
+        gone = np.setdiff1d(labels, labels[self.readable()])
+        if len(gone):
+            index = next(index for index in sorted(self.faults) if labels[index] == gone[0])
+            raise ConfigError(
+                f"no image of the class '{classes[gone[0]]}' of {source} can be read; the first is "
+                f"{self.pictures.where(index)}: {self.faults[index]}"
+            )
 
 
 @dataclass(frozen=True)
@@ -294,7 +298,7 @@ class _Found:
 def _scan(pictures: Pictures, cache: Path, watcher: Watcher, *, strict: bool) -> _Scan:
     """Read and check what has not been before."""
     memory = _Memory(cache, pictures.identity)
-    scan = _Scan(np.zeros((len(pictures), 32), np.uint8), {})
+    scan = _Scan(pictures, np.zeros((len(pictures), 32), np.uint8))
 
     def take(index: int, found: _Found) -> None:
         scan.digests[index] = np.frombuffer(found.sha256, np.uint8)
@@ -304,7 +308,7 @@ def _scan(pictures: Pictures, cache: Path, watcher: Watcher, *, strict: bool) ->
             raise ConfigError(f"{pictures.where(index)}: {found.fault}; unreadable=skip leaves out such images")
         scan.faults[index] = found.fault
 
-    keys = [(pictures.name(index) or str(index), pictures.stamp(index)) for index in range(len(pictures))]
+    keys = [(pictures.name(index) or pictures.where(index), pictures.stamp(index)) for index in range(len(pictures))]
     missing = []
     for index, key in enumerate(keys):
         known = memory.recall(*key)
@@ -366,7 +370,7 @@ class _Memory:
         key = hashlib.sha256(f"{_FORMAT} {PIL.__version__} {identity}".encode("utf-8", "surrogateescape"))
         self._path = cache / "images" / f"{key.hexdigest()[:16]}.jsonl"
         with suppress(OSError):
-            for line in self._path.read_bytes().splitlines():
+            for line in filter(None, self._path.read_bytes().split(b"\n")):
                 self._lines += 1
                 # A killed process may have left part of a line.
                 with suppress(ValueError, TypeError):
@@ -399,66 +403,60 @@ class _Memory:
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab", buffering=0) as file:
-                file.write("".join(_lines(new.items())).encode())
+                file.write(_lines(new))
 
     def tidy(self) -> None:
         """Drop what has been replaced by something newer."""
         if self._path is not None and self._lines > len(self._known):
             with suppress(OSError):
-                write_whole(self._path, "".join(_lines(self._known.items())))
+                write_whole(self._path, _lines(self._known))
 
 
-def _lines(known: Iterable[tuple[str, Sequence[Any]]]) -> Iterator[str]:
-    # A line break at both ends keeps a line whole where a killed process has left part of one before it.
-    return (f"\n{json.dumps([name, *facts])}\n" for name, facts in known)
+def _lines(known: Mapping[str, Sequence[Any]]) -> bytes:
+    # The first line break ends whatever part of a line a killed process has left.
+    return "\n".join(["", *(json.dumps([name, *facts]) for name, facts in known.items()), ""]).encode()
 
 
-def _tell(messages: Sequence[str], watcher: Watcher) -> None:
+def _tell(messages: Sequence[str], images: int, watcher: Watcher) -> None:
     for message in messages[:_NAMED]:
         watcher.note(f"left out: {message}")
     if messages:
-        watcher.note(f"{len(messages):,} images cannot be read and are left out")
+        watcher.note(f"unreadable and left out: {len(messages):,} of {images:,} images")
 
 
-def _require_every_class(
-    side: Pictures, readable: np.ndarray, classes: Sequence[str], scan: _Scan, source: str
-) -> None:
-    gone = sorted(set(side.labels.tolist()) - set(side.labels[readable].tolist()))
-    if gone:
-        index = next(index for index in sorted(scan.faults) if side.labels[index] == gone[0])
-        raise ConfigError(
-            f"no image of the class '{classes[gone[0]]}' of {source} can be read; the first is "
-            f"{side.where(index)}: {scan.faults[index]}"
-        )
-
-
-def _held_out(side: Pictures, readable: np.ndarray, digests: np.ndarray, fraction: float) -> np.ndarray:
-    """Which of the readable images are held out: of each class those with the smallest hashes, but never all.
+def _split(scan: _Scan, fraction: float, source: str) -> list[tuple[_Scan, np.ndarray]]:
+    """Hold out the images of each class that have the smallest hashes, but never all of them.
 
     Returns:
-        bool of shape (readable images,).
+        What to train on and what to validate on, as numbers of pictures.
     """
-    named = [side.name(int(index)) for index in readable]
-    keys = [
-        digests[index].tobytes() if name is None else hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
-        for name, index in zip(named, readable, strict=True)
-    ]
-    held_out = np.zeros(len(readable), dtype=bool)
-    labels = side.labels[readable]
-    order = sorted(range(len(readable)), key=lambda at: (labels[at], keys[at]))
+    rows = scan.readable()
+    labels = scan.pictures.labels[rows]
+    keys = [_hash(scan, int(row)) for row in rows]
+    order = np.array(sorted(range(len(rows)), key=lambda at: (labels[at], keys[at])))
+    held_out = np.zeros(len(rows), dtype=bool)
     ends = np.cumsum(np.bincount(labels))
     for start, end in zip([0, *ends[:-1]], ends, strict=True):
         count = min(max(round(fraction * (end - start)), 1), end - start - 1)
         held_out[order[start : start + count]] = True
-    return held_out
+    if not held_out.any():
+        raise ConfigError(f"each class of {source} has a single image, so none can be held out to validate on")
+    return [(scan, rows[~held_out]), (scan, rows[held_out])]
 
 
-def _fingerprint(classes: Sequence[str], parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> str:
+def _hash(scan: _Scan, index: int) -> bytes:
+    name = scan.pictures.name(index)
+    if name is None:
+        return scan.digests[index].tobytes()
+    return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+
+
+def _fingerprint(classes: Sequence[str], parts: Sequence[tuple[_Scan, np.ndarray]]) -> str:
     """SHA-256 (hexadecimal) over the classes and each side's labels and digests."""
-    whole = hashlib.sha256(json.dumps([list(classes), [len(labels) for labels, _ in parts]]).encode())
-    for labels, digests in parts:
-        whole.update(labels.astype("<i8").tobytes())
-        whole.update(np.ascontiguousarray(digests).tobytes())
+    whole = hashlib.sha256(json.dumps([list(classes), [len(rows) for _, rows in parts]]).encode())
+    for scan, rows in parts:
+        whole.update(scan.pictures.labels[rows].astype("<i8").tobytes())
+        whole.update(scan.digests[rows].tobytes())
     return whole.hexdigest()
 
 

@@ -62,12 +62,14 @@ class Encoded:
 
     ``shift`` and ``scale`` have one number for each channel: training sees ``(latent - shift) * scale``.
     ``variational`` says whether there are variances, ``flip`` whether there are latents of flipped images.
-    ``autoencoder_sha256`` is its fingerprint; ``source_sha256`` is that of the images.
+    ``autoencoder_sha256`` is its fingerprint; ``source_sha256`` is that of the images, and ``unreadable`` the number of
+    those that were left out.
     """
 
     source: str
     source_sha256: str
     classes: tuple[str, ...]
+    unreadable: int
     image_size: int
     image_channels: int
     latent_shape: tuple[int, int, int]
@@ -380,7 +382,7 @@ def clear_shards(folder: Path, kept: Sequence[Shard] = ()) -> None:
     """Take away all shards, finished or not, but those."""
     names = {shard.file for shard in kept}
     for side in ("train", "validation"):
-        for path in (*folder.glob(f"{side}-*{SUFFIX}"), *folder.glob(f".{side}-*{SUFFIX}")):
+        for path in (*folder.glob(f"{side}-*{SUFFIX}"), *folder.glob(f".{side}-*{SUFFIX}.*")):
             if path.name not in names:
                 path.unlink()
 
