@@ -99,7 +99,8 @@ class ResidualDiT(DiTTransformer2DModel):
             hidden_states: noisy latents (batch, in_channels, height, width).
             timestep: (batch,), whole numbers or fractions.
             class_labels: (batch,), whole numbers. 1000, which ``DiTPipeline`` takes for the null class whatever the
-                number of classes, is the null class of a model with fewer classes than that.
+                number of classes, is the null class of a model with fewer classes than that, and a class like any
+                other of one with more.
             cross_attention_kwargs: further arguments of the attention's processor.
             return_dict: whether to return an output with ``.sample``, or a tuple of the sample alone.
 
@@ -200,10 +201,13 @@ class ResidualDiT(DiTTransformer2DModel):
 class ResidualDiTTransformer2DModel(ResidualDiT):
     """diffusers' ``DiTTransformer2DModel``, rewired: see :func:`siamesenorm.rewire`.
 
-    Its config has the keys of diffusers' class and ``residual_scheme``.
+    Its config has the keys of diffusers' class and ``residual_scheme``. As in diffusers, the final layer uses the first
+    block's embedder, so blocks cannot be sharded one by one; and in training every block drops labels for itself. A
+    pipeline that had the model before it was rewired saves it under the name of its new class once it is told:
+    ``pipeline.register_modules(transformer=model)``.
     """
 
-    def __init__(self, residual_scheme: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *, residual_scheme: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(**{**kwargs, "norm_type": _HOST_NORM_TYPE})
         self.register_to_config(residual_scheme=residual_scheme)
         self.adopt(scheme_of(self.config))

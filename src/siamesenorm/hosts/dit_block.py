@@ -86,7 +86,10 @@ class DiTBlock(Block, BasicTransformerBlock):
         if placed.place == "before":
             u = self.get_submodule(branch.norm)(u)
         u = u * (1 + scale) + shift
-        o = self.attn1(u, **attention_kwargs) if branch.kind == "attention" else self.ff(u)
+        if branch.kind == "attention":
+            o = self.attn1(u, encoder_hidden_states=None, attention_mask=None, **attention_kwargs)
+        else:
+            o = self.ff(u)
         if placed.place == "after":
             o = self.get_submodule(branch.norm)(o)
         return gate * o

@@ -45,8 +45,8 @@ class ForeignHost:
     Attributes:
         name: what it is called.
         modeling: the library's module that defines its models.
-        module: the module of this package that extends them. It has the functions ``claims``, ``rewire``, ``build`` and
-            ``model_config``.
+        module: the module of this package that extends them. It has the functions ``claims(model)``,
+            ``rewire(model, scheme, init=...)``, ``build(config, scheme)`` and ``model_config(config, scheme)``.
         extra: the extra of this package that brings the library.
     """
 
