@@ -1,7 +1,8 @@
 """Which models can be rewired: one small table of roles per family.
 
 A family says by what names a transformers model calls its parts. Everything a scheme needs to know of a model is in
-its :class:`Host`; adding a family is adding a table, and :func:`register_host` does it from outside the package.
+its :class:`Host`; adding a family is adding a table, and :func:`register_host` does it from outside the package. A host
+of another library has a table too, and a module of this package that extends it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _PREFIX = "siamesenorm_"
 
 @dataclass(frozen=True)
 class Branch:
-    """A branch of a block, as attribute names within the block.
+    """A branch of a block, as attribute names within the block, with dots where a part is deeper.
 
     Attributes:
         kind: what it is. Attention is called with the block's own keyword arguments and may return a tuple whose first
@@ -96,7 +97,8 @@ class Host:
             block. A block need not have all of them.
         blocks: attribute of the base model that lists the blocks.
         final_norm: attribute of the base model that holds the final norm.
-        head: that of a new model, as the class name's end: ``"ForCausalLM"`` or ``"ForImageClassification"``.
+        head: that of a new model, as the class name's end: ``"ForCausalLM"`` or ``"ForImageClassification"``; ``None``
+            in another library, whose models have but one form.
         classes: class names by head, where they are not the prefix and the head; several where a head has variants.
         norm_offset: added to a norm's weight before it multiplies.
         norm_eps: the norms' eps, where the modules do not hold it.
@@ -113,7 +115,7 @@ class Host:
     mlp_weights: tuple[str, ...] = ()
     blocks: str = "layers"
     final_norm: str = "norm"
-    head: Literal["ForCausalLM", "ForImageClassification"] = "ForCausalLM"
+    head: Literal["ForCausalLM", "ForImageClassification"] | None = "ForCausalLM"
     classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     norm_offset: float = 0.0
     norm_eps: float | None = None
@@ -143,9 +145,9 @@ class Host:
         sibling = self.modeling.replace(".modeling_", ".configuration_")
         return getattr(importlib.import_module(sibling), f"{self.prefix}Config")
 
-    def classes_with(self, head: str) -> tuple[Any, ...]:
+    def classes_with(self, head: str | None) -> tuple[Any, ...]:
         """The family's own classes with a head, the usual one first; none where it has no such head."""
-        names = self.classes.get(head, (self.prefix + head,))
+        names = () if head is None else self.classes.get(head, (self.prefix + head,))
         return tuple(found for name in names if (found := getattr(self.module(), name, None)) is not None)
 
 
@@ -258,18 +260,29 @@ _HOSTS: dict[str, Host] = {
                 "ForImageClassification": ("DeiTForImageClassification", "DeiTForImageClassificationWithTeacher"),
             },
         ),
+        Host(
+            name="dit",
+            modeling=FOREIGN["dit"].modeling,
+            prefix="DiT",
+            branches=(Branch("attention", "attn1", "norm1.norm"), Branch("mlp", "ff", "norm3")),
+            attention=AttentionRoles(("to_q", "to_k", "to_v"), out="to_out.0", norms={}),
+            mlp_weights=("ff.net.0.proj", "ff.net.2"),
+            blocks="transformer_blocks",
+            final_norm="norm_out",
+            head=None,
+        ),
     )
 }
 
 
 def hosts() -> tuple[str, ...]:
     """The names of all families that can be rewired, sorted."""
-    return tuple(sorted({*_HOSTS, *FOREIGN}))
+    return tuple(sorted(_HOSTS))
 
 
 def all_hosts() -> tuple[Host, ...]:
     """All families of transformers that can be rewired."""
-    return tuple(_HOSTS.values())
+    return tuple(host for host in _HOSTS.values() if host.name not in FOREIGN)
 
 
 def foreign_module(name: str) -> ModuleType | None:
@@ -304,7 +317,7 @@ def register_host(host: Host) -> Host:
     Raises:
         ConfigError: a family of that name is registered already.
     """
-    if host.name in hosts():
+    if host.name in _HOSTS:
         raise ConfigError(f"a host named '{host.name}' is registered already")
     _HOSTS[host.name] = host
     from ..hub.autoload import register_config_if_loaded
@@ -314,13 +327,11 @@ def register_host(host: Host) -> Host:
 
 
 def get_host(name: str) -> Host:
-    """The family of transformers called ``name``.
+    """The family called ``name``.
 
     Raises:
         ConfigError: there is none.
     """
-    if name in FOREIGN:
-        raise ConfigError(f"host '{name}' is no family of transformers, and has no table of roles")
     if name not in _HOSTS:
         raise ConfigError(f"unknown host '{name}': {nearest(str(name), hosts())}")
     return _HOSTS[name]
@@ -341,7 +352,7 @@ def find_host(model: Any) -> Host:
 
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     # Wrappers (compiled, adapted) pass on every attribute of the model in them, so attributes alone do not tell.
-    if model_type in _HOSTS and isinstance(model, PreTrainedModel):
+    if model_type in _HOSTS and model_type not in FOREIGN and isinstance(model, PreTrainedModel):
         return _HOSTS[model_type]
     raise ConfigError(
         f"cannot rewire a {type(model).__name__}"
