@@ -8,13 +8,12 @@ of another library has a table too, and a module of this package that extends it
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, Literal
 
-from ..hub.autoload import FOREIGN
+from ..hub.autoload import DIT_MODELS
 from ..residual import ConfigError, nearest
 
 __all__ = [
@@ -22,16 +21,18 @@ __all__ = [
     "Branch",
     "Host",
     "all_hosts",
-    "find_foreign",
     "find_host",
-    "foreign_module",
     "get_host",
+    "home_named",
+    "home_of",
     "host_of",
     "hosts",
     "register_host",
 ]
 
 _PREFIX = "siamesenorm_"
+# Models that are no transformers models, by their class, and the module of this package that rewires them.
+_HOMES = {f"{DIT_MODELS}.DiTTransformer2DModel": "dit"}
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,8 @@ class Host:
         norm_offset: added to a norm's weight before it multiplies.
         norm_eps: the norms' eps, where the modules do not hold it.
         more_keys: keys of the config that its models read though its class does not declare them.
+        home: the module beside this one that builds such models, where they are another library's than transformers.
+        extra: the extra of this package that brings that library.
     """
 
     name: str
@@ -120,6 +123,8 @@ class Host:
     norm_offset: float = 0.0
     norm_eps: float | None = None
     more_keys: tuple[str, ...] = ()
+    home: str | None = None
+    extra: str | None = None
 
     @property
     def residual_type(self) -> str:
@@ -262,7 +267,7 @@ _HOSTS: dict[str, Host] = {
         ),
         Host(
             name="dit",
-            modeling=FOREIGN["dit"].modeling,
+            modeling=DIT_MODELS,
             prefix="DiT",
             branches=(Branch("attention", "attn1", "norm1.norm"), Branch("mlp", "ff", "norm3")),
             attention=AttentionRoles(("to_q", "to_k", "to_v"), out="to_out.0", norms={}),
@@ -270,6 +275,8 @@ _HOSTS: dict[str, Host] = {
             blocks="transformer_blocks",
             final_norm="norm_out",
             head=None,
+            home="dit",
+            extra="diffusion",
         ),
     )
 }
@@ -282,33 +289,27 @@ def hosts() -> tuple[str, ...]:
 
 def all_hosts() -> tuple[Host, ...]:
     """All families of transformers that can be rewired."""
-    return tuple(host for host in _HOSTS.values() if host.name not in FOREIGN)
+    return tuple(host for host in _HOSTS.values() if host.home is None)
 
 
-def foreign_module(name: str) -> ModuleType | None:
-    """What builds and rewires the host called ``name``, where it is one of another library than transformers.
+def home_named(name: str) -> ModuleType | None:
+    """The module of this package that builds the host called ``name`` where it is another library's, or None.
+
+    It has functions ``build(config, scheme)`` and ``model_config(config, scheme)``.
 
     Raises:
         ConfigError: the library is not installed, or too old; the message says how to install it.
     """
-    if name not in FOREIGN:
+    host = _HOSTS.get(name)
+    if host is None or host.home is None:
         return None
-    host = FOREIGN[name]
     try:
-        return importlib.import_module(host.module)
+        return importlib.import_module(f"{__package__}.{host.home}")
     except ModuleNotFoundError as error:
         library = host.modeling.partition(".")[0]
         if (error.name or "").partition(".")[0] != library:
             raise
         raise ConfigError(f"host '{name}' needs {library}: pip install \"siamesenorm[{host.extra}]\"") from error
-
-
-def find_foreign(model: Any) -> ModuleType | None:
-    """The same for a ``model``; no library is imported that ``model`` cannot come from."""
-    for host in FOREIGN.values():
-        if host.modeling in sys.modules and (module := foreign_module(host.name)) and module.claims(model):
-            return module
-    return None
 
 
 def register_host(host: Host) -> Host:
@@ -342,6 +343,17 @@ def host_of(config: Any) -> Host:
     return get_host(config.model_type.removeprefix(_PREFIX))
 
 
+def home_of(model: Any) -> ModuleType | None:
+    """The module of this package that rewires ``model`` where it is another library's than transformers, or None.
+
+    It has a function ``rewire(model, scheme, *, init)``.
+    """
+    for cls in type(model).__mro__:
+        if (home := _HOMES.get(f"{cls.__module__}.{cls.__qualname__}")) is not None:
+            return importlib.import_module(f"{__package__}.{home}")
+    return None
+
+
 def find_host(model: Any) -> Host:
     """The family that ``model`` belongs to.
 
@@ -352,7 +364,7 @@ def find_host(model: Any) -> Host:
 
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     # Wrappers (compiled, adapted) pass on every attribute of the model in them, so attributes alone do not tell.
-    if model_type in _HOSTS and model_type not in FOREIGN and isinstance(model, PreTrainedModel):
+    if model_type in _HOSTS and isinstance(model, PreTrainedModel):
         return _HOSTS[model_type]
     raise ConfigError(
         f"cannot rewire a {type(model).__name__}"
