@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .hub.autoload import watch_libraries
+from .hub.autoload import watch
 
 if TYPE_CHECKING:
     from . import convert, hosts, hub, probes, residual
@@ -39,7 +39,7 @@ _HOME = {
     "schemes": "residual",
 }
 
-watch_libraries()
+watch()
 
 
 def __getattr__(name: str) -> Any:

@@ -85,7 +85,8 @@ def assert_same(got, wanted, tolerance=1e-12):
     assert relative_error(got[0], wanted[0]) < tolerance
     assert got[1].keys() == wanted[1].keys()
     for name, gradient in wanted[1].items():
-        assert relative_error(got[1][name], gradient) < tolerance, name
+        # Some have none: see ``dead``.
+        assert torch.equal(got[1][name], gradient) or relative_error(got[1][name], gradient) < tolerance, name
 
 
 def dead(name, form, names):
@@ -345,8 +346,6 @@ def test_the_config_and_what_it_refuses():
             call("dit", SHAPE, "siamese", {"xx": 1})
     with pytest.raises(ConfigError, match="'dit' has no choice of classes"):
         hosts.build("dit", SHAPE, "siamese", model_class="DiT")
-    with pytest.raises(ConfigError, match="'dit' is no family of transformers"):
-        hosts.get_host("dit")
 
 
 def test_without_diffusers_the_message_says_how_to_install_it(monkeypatch):
@@ -499,7 +498,7 @@ def test_diffusers_own_class_cannot_load_a_rewired_model(tmp_path):
         assert config["residual_scheme"]["name"] == "siamese"
         with pytest.raises(NotImplementedError, match="norm_type"):
             diffusers.DiTTransformer2DModel.from_pretrained(tmp_path / str(index))
-        with pytest.raises(ValueError, match=r"no class|can't find a model"):
+        with pytest.raises((ValueError, AttributeError), match=config["_class_name"]):
             diffusers.AutoModel.from_pretrained(tmp_path / str(index))
     with pytest.raises(ConfigError, match="carries no residual scheme"):
         type(model).from_config(stock().config)
@@ -526,8 +525,8 @@ def pipeline(model):
 
 def sampled(pipe, guidance_scale=3.0):
     generator = torch.Generator().manual_seed(2)
-    made = pipe([1, 3], guidance_scale, generator, num_inference_steps=2, output_type="pt", return_dict=False)
-    return made[0]
+    made = pipe([1, 3], guidance_scale, generator, num_inference_steps=2, output_type="np", return_dict=False)
+    return torch.from_numpy(made[0])
 
 
 @pytest.mark.parametrize("make", [new, lambda: siamesenorm.rewire(stock(), "siamese")], ids=["ours", "diffusers"])
@@ -536,7 +535,7 @@ def test_a_pipeline_samples_and_is_saved_and_loaded(make, tmp_path):
 
     pipe = pipeline(make())
     images = sampled(pipe)
-    assert images.shape[:2] == (2, 1)
+    assert images.shape == (2, 6, 6, 1)
     assert not torch.equal(images, sampled(pipe, 1.0))
     # Without a null class in its table, 1000 would be no row of it: guidance has used the null class.
     own = copy.copy(pipe)
@@ -553,6 +552,21 @@ def test_a_pipeline_samples_and_is_saved_and_loaded(make, tmp_path):
     again.set_progress_bar_config(disable=True)
     assert type(again.transformer) is type(pipe.transformer)
     assert torch.equal(sampled(again), images)
+
+
+def test_a_pipeline_is_told_that_its_model_was_rewired(tmp_path):
+    import diffusers
+
+    pipe = pipeline(stock())
+    siamesenorm.rewire(pipe.transformer, "siamese")
+    pipe.save_pretrained(tmp_path / "untold")
+    with pytest.raises(NotImplementedError, match="norm_type"):
+        diffusers.DiTPipeline.from_pretrained(tmp_path / "untold")
+    pipe.register_modules(transformer=pipe.transformer)
+    pipe.save_pretrained(tmp_path / "told")
+    again = diffusers.DiTPipeline.from_pretrained(tmp_path / "told")
+    again.set_progress_bar_config(disable=True)
+    assert torch.equal(sampled(again), sampled(pipe))
 
 
 def test_a_pipeline_needs_a_null_class_to_guide():
@@ -579,8 +593,8 @@ torch.set_num_threads(1)
 assert "siamesenorm.hosts.dit" not in sys.modules
 pipe = diffusers.DiffusionPipeline.from_pretrained({str(tmp_path / "pipe")!r})
 generator = torch.Generator().manual_seed(2)
-made = pipe([1, 3], 3.0, generator, num_inference_steps=2, output_type="pt", return_dict=False)[0]
-assert torch.equal(made, torch.load({str(tmp_path / "images")!r}))
+made = pipe([1, 3], 3.0, generator, num_inference_steps=2, output_type="np", return_dict=False)[0]
+assert torch.equal(torch.from_numpy(made), torch.load({str(tmp_path / "images")!r}))
 print(type(pipe.transformer).__name__)
 """
     done = python(code)
@@ -589,11 +603,15 @@ print(type(pipe.transformer).__name__)
 
 
 @pytest.mark.slow
-def test_a_process_that_does_not_fails_and_says_what_to_import(tmp_path):
+def test_a_process_that_imports_diffusers_alone_loads_the_model_or_says_what_to_import(tmp_path):
+    """Recent releases of diffusers import no module because a saved pipeline names it."""
     pipeline(new()).save_pretrained(tmp_path)
-    done = python(f"import diffusers; diffusers.DiTPipeline.from_pretrained({str(tmp_path)!r})")
-    assert done.returncode != 0
-    assert "siamesenorm.hosts.dit" in done.stderr
+    code = f"import diffusers; print(diffusers.DiTPipeline.from_pretrained({str(tmp_path)!r}).transformer.scheme.name)"
+    done = python(code)
+    if done.returncode == 0:
+        assert done.stdout.strip() == "siamese"
+    else:
+        assert "import siamesenorm.hosts.dit before calling" in done.stderr
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .families import AttentionRoles, Branch, Host, get_host, head_of, hosts, register_host
+from .families import AttentionRoles, Branch, Host, get_host, hosts, register_host
 
 if TYPE_CHECKING:
     from .configs import scheme_of
@@ -21,7 +21,6 @@ __all__ = [
     "blocks",
     "build",
     "get_host",
-    "head_of",
     "hosts",
     "model_config",
     "register_host",

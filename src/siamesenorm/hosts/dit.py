@@ -36,8 +36,9 @@ from torch.nn import functional as F
 from ..residual import ConfigError, Norm, Readout, Scheme, Sublayer, make_scheme, nearest, open_streams
 from .configs import scheme_of, scheme_to_dict
 from .dit_block import DiTBlock, check_scheme, init_by_scheme, install
+from .surgery import warn_of_removed
 
-__all__ = ["DiT", "ResidualDiT", "ResidualDiTTransformer2DModel", "build", "claims", "model_config", "rewire"]
+__all__ = ["DiT", "ResidualDiT", "ResidualDiTTransformer2DModel", "build", "model_config", "rewire"]
 
 # diffusers' own class refuses a config of another ``norm_type`` than its own, so it cannot load a rewired model as a
 # Pre-Norm one.
@@ -100,7 +101,8 @@ class ResidualDiT(DiTTransformer2DModel):
             hidden_states: noisy latents (batch, in_channels, height, width).
             timestep: (batch,), whole numbers or fractions.
             class_labels: (batch,), whole numbers. 1000, which ``DiTPipeline`` takes for the null class whatever the
-                number of classes, is the null class of a model with fewer classes than that.
+                number of classes, is the null class of a model with fewer classes than that, and a class like any
+                other of one with more.
             cross_attention_kwargs: further arguments of the attention's processor.
             return_dict: whether to return an output with ``.sample``, or a tuple of the sample alone.
 
@@ -203,10 +205,13 @@ class ResidualDiT(DiTTransformer2DModel):
 class ResidualDiTTransformer2DModel(ResidualDiT):
     """diffusers' ``DiTTransformer2DModel``, rewired: see :func:`siamesenorm.rewire`.
 
-    Its config has the keys of diffusers' class and ``residual_scheme``.
+    Its config has the keys of diffusers' class and ``residual_scheme``. As in diffusers, the final layer uses the first
+    block's embedder, so blocks cannot be sharded one by one; and in training every block drops labels for itself. A
+    pipeline that had the model before it was rewired saves it under the name of its new class once it is told:
+    ``pipeline.register_modules(transformer=model)``.
     """
 
-    def __init__(self, residual_scheme: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *, residual_scheme: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(**{**kwargs, "norm_type": _HOST_NORM_TYPE})
         self.register_to_config(residual_scheme=residual_scheme)
         self.adopt(scheme_of(self.config))
@@ -372,23 +377,24 @@ class DiT(ResidualDiT):
         return grid
 
 
-def claims(model: Any) -> bool:
-    """Whether :func:`rewire` is for ``model``: one of ours, or diffusers' DiT, of which a subclass may be otherwise."""
-    return type(model) is DiTTransformer2DModel or isinstance(model, ResidualDiT)
-
-
-def rewire(model: Any, scheme: Scheme, *, init: bool = False) -> list[str]:
-    """Rewire a DiT in place, its class too where it is diffusers'; the names of trained norms that were removed.
+def rewire(model: Any, scheme: Scheme, *, init: bool = False) -> Any:
+    """Rewire a DiT in place, its class too where it is diffusers'; as :func:`siamesenorm.rewire`.
 
     Raises:
-        ConfigError: the scheme and a DiT do not go together, or the blocks are not diffusers' own any more.
+        ConfigError: a model that is rewired already, a subclass that may compute something else, blocks that are not
+            diffusers' own any more, or a scheme that does not go with a DiT.
     """
-    check_scheme(scheme, len(model.transformer_blocks))
+    if getattr(model.config, "residual_scheme", None) is not None:
+        name = scheme_of(model.config).name
+        raise ConfigError(f"this {type(model).__name__} is rewired already (scheme '{name}')")
+    if type(model) is not DiTTransformer2DModel and not isinstance(model, DiT):
+        raise ConfigError(f"cannot rewire a {type(model).__name__}: it may differ from the DiT of diffusers it extends")
     for block in model.transformer_blocks:
         if type(block) not in (BasicTransformerBlock, DiTBlock):
             raise ConfigError(
                 f"cannot rewire a DiT whose blocks are {type(block).__name__}: rewire it before wrapping it"
             )
+    check_scheme(scheme, len(model.transformer_blocks))
     if isinstance(model, DiT):
         removed = model.join(scheme, model.config.drop_path_rate)
     else:
@@ -396,7 +402,8 @@ def rewire(model: Any, scheme: Scheme, *, init: bool = False) -> list[str]:
         removed = model.adopt(scheme)
     if init:
         init_by_scheme(model, scheme)
-    return removed
+    warn_of_removed(scheme, removed)
+    return model
 
 
 def build(config: Mapping[str, Any], scheme: Scheme) -> DiT:

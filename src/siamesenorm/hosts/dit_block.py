@@ -21,22 +21,13 @@ from torch.nn import functional as F
 
 from ..residual import Block, ConfigError, Norm, NormSpec, Scheme, Site, Streams, stack_sites, through
 from .block import FinalLayerNorm, Placed
-from .families import AttentionRoles, Branch, Host
+from .families import get_host
 from .norms import HostNorms
 from .surgery import RESIDUALS, apply_gains
 
 __all__ = ["DiTBlock", "check_scheme", "init_by_scheme", "install"]
 
-_HOST = Host(
-    name="dit",
-    modeling="diffusers.models.transformers.dit_transformer_2d",
-    prefix="DiT",
-    branches=(Branch("attention", "attn1", "norm1.norm"), Branch("mlp", "ff", "norm3")),
-    attention=AttentionRoles(("to_q", "to_k", "to_v"), out="to_out.0", norms={}),
-    mlp_weights=("ff.net.0.proj", "ff.net.2"),
-    blocks="transformer_blocks",
-    final_norm="norm_out",
-)
+_HOST = get_host("dit")
 _KINDS = tuple(branch.kind for branch in _HOST.branches)
 _NORMS = HostNorms(_HOST)
 _HEAD_NORMS = {"q": "norm_q", "k": "norm_k", "v": "norm_v"}
@@ -86,7 +77,10 @@ class DiTBlock(Block, BasicTransformerBlock):
         if placed.place == "before":
             u = self.get_submodule(branch.norm)(u)
         u = u * (1 + scale) + shift
-        o = self.attn1(u, **attention_kwargs) if branch.kind == "attention" else self.ff(u)
+        if branch.kind == "attention":
+            o = self.attn1(u, encoder_hidden_states=None, attention_mask=None, **attention_kwargs)
+        else:
+            o = self.ff(u)
         if placed.place == "after":
             o = self.get_submodule(branch.norm)(o)
         return gate * o

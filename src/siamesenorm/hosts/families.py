@@ -1,19 +1,19 @@
 """Which models can be rewired: one small table of roles per family.
 
 A family says by what names a transformers model calls its parts. Everything a scheme needs to know of a model is in
-its :class:`Host`; adding a family is adding a table, and :func:`register_host` does it from outside the package.
+its :class:`Host`; adding a family is adding a table, and :func:`register_host` does it from outside the package. A host
+of another library has a table too, and a module of this package that extends it.
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, Literal
 
-from ..hub.autoload import FOREIGN
+from ..hub.autoload import DIT_MODELS
 from ..residual import ConfigError, nearest
 
 __all__ = [
@@ -21,22 +21,23 @@ __all__ = [
     "Branch",
     "Host",
     "all_hosts",
-    "find_foreign",
     "find_host",
-    "foreign_module",
     "get_host",
-    "head_of",
+    "home_named",
+    "home_of",
     "host_of",
     "hosts",
     "register_host",
 ]
 
 _PREFIX = "siamesenorm_"
+# Models that are no transformers models, by their class, and the module of this package that rewires them.
+_HOMES = {f"{DIT_MODELS}.DiTTransformer2DModel": "dit"}
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A branch of a block, as attribute names within the block.
+    """A branch of a block, as attribute names within the block, with dots where a part is deeper.
 
     Attributes:
         kind: what it is. Attention is called with the block's own keyword arguments and may return a tuple whose first
@@ -97,12 +98,15 @@ class Host:
             block. A block need not have all of them.
         blocks: attribute of the base model that lists the blocks.
         final_norm: attribute of the base model that holds the final norm.
-        head: that of a new model, as the class name's end: ``"ForCausalLM"`` or ``"ForImageClassification"``.
+        head: that of a new model, as the class name's end: ``"ForCausalLM"`` or ``"ForImageClassification"``; ``None``
+            in another library, whose models have but one form.
         classes: class names by head, where they are not the prefix and the head; several where a head has variants.
         head_parts: what only some heads have in their base model, as names within it.
         norm_offset: added to a norm's weight before it multiplies.
         norm_eps: the norms' eps, where the modules do not hold it.
         more_keys: keys of the config that its models read though its class does not declare them.
+        home: the module beside this one that builds such models, where they are another library's than transformers.
+        extra: the extra of this package that brings that library.
     """
 
     name: str
@@ -115,12 +119,14 @@ class Host:
     mlp_weights: tuple[str, ...] = ()
     blocks: str = "layers"
     final_norm: str = "norm"
-    head: Literal["ForCausalLM", "ForImageClassification"] = "ForCausalLM"
+    head: Literal["ForCausalLM", "ForImageClassification"] | None = "ForCausalLM"
     classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     head_parts: tuple[str, ...] = ()
     norm_offset: float = 0.0
     norm_eps: float | None = None
     more_keys: tuple[str, ...] = ()
+    home: str | None = None
+    extra: str | None = None
 
     @property
     def residual_type(self) -> str:
@@ -146,9 +152,9 @@ class Host:
         sibling = self.modeling.replace(".modeling_", ".configuration_")
         return getattr(importlib.import_module(sibling), f"{self.prefix}Config")
 
-    def classes_with(self, head: str) -> tuple[Any, ...]:
+    def classes_with(self, head: str | None) -> tuple[Any, ...]:
         """The family's own classes with a head, the usual one first; none where it has no such head."""
-        names = self.classes.get(head, (self.prefix + head,))
+        names = () if head is None else self.classes.get(head, (self.prefix + head,))
         return tuple(found for name in names if (found := getattr(self.module(), name, None)) is not None)
 
 
@@ -262,53 +268,51 @@ _HOSTS: dict[str, Host] = {
                 "ForImageClassification": ("DeiTForImageClassification", "DeiTForImageClassificationWithTeacher"),
             },
         ),
+        Host(
+            name="dit",
+            modeling=DIT_MODELS,
+            prefix="DiT",
+            branches=(Branch("attention", "attn1", "norm1.norm"), Branch("mlp", "ff", "norm3")),
+            attention=AttentionRoles(("to_q", "to_k", "to_v"), out="to_out.0", norms={}),
+            mlp_weights=("ff.net.0.proj", "ff.net.2"),
+            blocks="transformer_blocks",
+            final_norm="norm_out",
+            head=None,
+            home="dit",
+            extra="diffusion",
+        ),
     )
 }
 
 
 def hosts() -> tuple[str, ...]:
     """The names of all families that can be rewired, sorted."""
-    return tuple(sorted({*_HOSTS, *FOREIGN}))
+    return tuple(sorted(_HOSTS))
 
 
 def all_hosts() -> tuple[Host, ...]:
     """All families of transformers that can be rewired."""
-    return tuple(_HOSTS.values())
+    return tuple(host for host in _HOSTS.values() if host.home is None)
 
 
-def foreign_module(name: str) -> ModuleType | None:
-    """What builds and rewires the host called ``name``, where it is one of another library than transformers.
+def home_named(name: str) -> ModuleType | None:
+    """The module of this package that builds the host called ``name`` where it is another library's, or None.
+
+    It has functions ``build(config, scheme)`` and ``model_config(config, scheme)``.
 
     Raises:
         ConfigError: the library is not installed, or too old; the message says how to install it.
     """
-    if name not in FOREIGN:
+    host = _HOSTS.get(name)
+    if host is None or host.home is None:
         return None
-    host = FOREIGN[name]
     try:
-        return importlib.import_module(host.module)
+        return importlib.import_module(f"{__package__}.{host.home}")
     except ModuleNotFoundError as error:
         library = host.modeling.partition(".")[0]
         if (error.name or "").partition(".")[0] != library:
             raise
         raise ConfigError(f"host '{name}' needs {library}: pip install \"siamesenorm[{host.extra}]\"") from error
-
-
-def find_foreign(model: Any) -> ModuleType | None:
-    """The same for a ``model``; no library is imported that ``model`` cannot come from."""
-    for host in FOREIGN.values():
-        if host.modeling in sys.modules and (module := foreign_module(host.name)) and module.claims(model):
-            return module
-    return None
-
-
-def head_of(name: str) -> str:
-    """The head that the models of a host have; a diffusion model's is ``"ForDiffusion"``.
-
-    Raises:
-        ConfigError: there is no such host.
-    """
-    return FOREIGN[name].head if name in FOREIGN else get_host(name).head
 
 
 def register_host(host: Host) -> Host:
@@ -317,7 +321,7 @@ def register_host(host: Host) -> Host:
     Raises:
         ConfigError: a family of that name is registered already.
     """
-    if host.name in hosts():
+    if host.name in _HOSTS:
         raise ConfigError(f"a host named '{host.name}' is registered already")
     _HOSTS[host.name] = host
     from ..hub.autoload import register_config_if_loaded
@@ -327,13 +331,11 @@ def register_host(host: Host) -> Host:
 
 
 def get_host(name: str) -> Host:
-    """The family of transformers called ``name``.
+    """The family called ``name``.
 
     Raises:
         ConfigError: there is none.
     """
-    if name in FOREIGN:
-        raise ConfigError(f"host '{name}' is no family of transformers, and has no table of roles")
     if name not in _HOSTS:
         raise ConfigError(f"unknown host '{name}': {nearest(str(name), hosts())}")
     return _HOSTS[name]
@@ -342,6 +344,17 @@ def get_host(name: str) -> Host:
 def host_of(config: Any) -> Host:
     """The family of a rewired model's config."""
     return get_host(config.model_type.removeprefix(_PREFIX))
+
+
+def home_of(model: Any) -> ModuleType | None:
+    """The module of this package that rewires ``model`` where it is another library's than transformers, or None.
+
+    It has a function ``rewire(model, scheme, *, init)``.
+    """
+    for cls in type(model).__mro__:
+        if (home := _HOMES.get(f"{cls.__module__}.{cls.__qualname__}")) is not None:
+            return importlib.import_module(f"{__package__}.{home}")
+    return None
 
 
 def find_host(model: Any) -> Host:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +13,37 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.pytorch_utils import Conv1D
 
 from ..hub.autoload import register_models
-from ..residual import Block, ConfigError, NormSpec, RMSNorm, Scheme, Site, make_scheme, nearest, one_line, stack_sites
-from .block import FinalLayerNorm, FinalRMSNorm, Placed, ReadoutNorm, ResidualBlock, Tap
+from ..residual import (
+    Block,
+    ConfigError,
+    NormSpec,
+    Readout,
+    RMSNorm,
+    Scheme,
+    Site,
+    Sublayer,
+    make_scheme,
+    nearest,
+    one_line,
+    stack_sites,
+)
+from .block import FinalLayerNorm, FinalRMSNorm, Placed, ResidualBlock, Tap
 from .classes import ResidualModel, residual_class, swap_class
 from .configs import scheme_of, scheme_to_dict
-from .families import Branch, Host, find_foreign, find_host, foreign_module, get_host, host_of
+from .families import Branch, Host, find_host, get_host, home_named, home_of, host_of
 from .norms import HostNorms
 
-__all__ = ["RESIDUALS", "apply_gains", "blocks", "build", "install", "model_config", "rewire", "site_table"]
+__all__ = [
+    "RESIDUALS",
+    "apply_gains",
+    "blocks",
+    "build",
+    "install",
+    "model_config",
+    "rewire",
+    "site_table",
+    "warn_of_removed",
+]
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +53,7 @@ _ROLES = {"attention": ("q", "k", "v", "o"), "mlp": ("mlp",), "parallel": ("q", 
 
 
 def rewire(model: Any, scheme: str | Scheme = "siamese", *, init: bool = False, **options: Any) -> Any:
-    """Put a residual scheme into a model of transformers or of another supported library, in place.
+    """Put a residual scheme into a model of transformers, or of another library that is known, in place.
 
     Weights that exist keep their names and values; the scheme's own are added at their initial values. A host norm that
     the scheme has no place for is removed, and a trained one is named in a warning.
@@ -48,20 +70,13 @@ def rewire(model: Any, scheme: str | Scheme = "siamese", *, init: bool = False, 
     Raises:
         ConfigError: an unsupported model, one that is rewired already, or a scheme that cannot be had.
     """
-    foreign = find_foreign(model)
-    if isinstance(model, ResidualModel) or (foreign and getattr(model.config, "residual_scheme", None)):
+    if isinstance(model, ResidualModel):
         name = scheme_of(model.config).name
         raise ConfigError(f"this {type(model).__name__} is rewired already (scheme '{name}')")
-    put_in = foreign.rewire if foreign else partial(_rewire, find_host(model))
+    if (home := home_of(model)) is not None:
+        return home.rewire(model, make_scheme(scheme, **options), init=init)
+    host = find_host(model)
     made = make_scheme(scheme, **options)
-    dropped = put_in(model, made, init=init)
-    if dropped:
-        log.warning("scheme '%s' has no place for these trained norms; removed: %s", made.name, ", ".join(dropped))
-    return model
-
-
-def _rewire(host: Host, model: Any, made: Scheme, *, init: bool) -> list[str]:
-    """Rewire a model of transformers; the names of trained norms that were removed."""
     _check_sites(host, made, model.config)
     _check_parts(host, model)
     # A rewired model has a config of its own: the one it was made with may belong to other models too.
@@ -73,7 +88,8 @@ def _rewire(host: Host, model: Any, made: Scheme, *, init: bool) -> list[str]:
     # How a loaded checkpoint's weights were regrouped belongs to the host's format; this model has one of its own.
     vars(model).pop("_weight_conversions", None)
     swap_class(model)
-    return install(model, init=init)
+    warn_of_removed(made, install(model, init=init))
+    return model
 
 
 def build(
@@ -99,10 +115,10 @@ def build(
     Raises:
         ConfigError: an unknown host, class, config key, scheme or option.
     """
-    if (foreign := foreign_module(host)) is not None:
+    if (home := home_named(host)) is not None:
         if model_class is not None:
             raise ConfigError(f"host '{host}' has no choice of classes, so it takes no model_class")
-        return foreign.build(config, make_scheme(scheme, **dict(options or {})))
+        return home.build(config, make_scheme(scheme, **dict(options or {})))
     made = model_config(host, config, scheme, options)
     family = get_host(host)
     known = {found.__name__: found for found in family.classes_with(family.head)}
@@ -119,8 +135,8 @@ def model_config(
     host: str, config: Mapping[str, Any], scheme: str | Scheme = "siamese", options: Mapping[str, Any] | None = None
 ) -> Any:
     """The config of such a model; arguments and errors as in :func:`build`."""
-    if (foreign := foreign_module(host)) is not None:
-        return foreign.model_config(config, make_scheme(scheme, **dict(options or {})))
+    if (home := home_named(host)) is not None:
+        return home.model_config(config, make_scheme(scheme, **dict(options or {})))
     family = get_host(host)
     config_class = register_models(family)
     known = {*config_class().to_dict(), *config_class.attribute_map, *family.more_keys}
@@ -242,7 +258,7 @@ def _install_block(
     return removed
 
 
-def blocks(model: Any) -> list[Any]:
+def blocks(model: Any) -> list[Block]:
     """The rewired blocks of ``model``, in order."""
     return [module for module in model.modules() if isinstance(module, Block)]
 
@@ -253,18 +269,17 @@ def site_table(model: Any) -> list[dict[str, Any]]:
     Keys: ``sublayer``, ``block``, ``kind``, ``reads``, ``writes``, ``scale`` and ``norms`` (where the host's norm
     stands, and which of q, k, v are normalised per head).
     """
-    scheme = scheme_of(model.config)
+    scheme = scheme_of(getattr(model, "config", model))
+    places = {"before": "Nin before", "after": "Nin after", "none": "no Nin"}
     rows = []
-    for block in blocks(model):
-        for placed in block.sublayers:
-            residual = getattr(block, placed.residual)
-            site = residual.site
-            norms = {"before": "Nin before", "after": "Nin after", "none": "no Nin"}[placed.place]
-            if heads := scheme.branch_norms(site):
-                norms += f"; {', '.join(heads)} per head"
-            position = {"sublayer": site.sublayer, "block": site.block, "kind": site.kind}
-            rows.append({**position, **residual.describe(), "norms": norms})
-    readout = next(module for module in model.modules() if isinstance(module, ReadoutNorm)).readout
+    for sublayer in (module for module in model.modules() if isinstance(module, Sublayer)):
+        site = sublayer.site
+        norms = places[scheme.input_norm(site)]
+        if heads := scheme.branch_norms(site):
+            norms += f"; {', '.join(heads)} per head"
+        position = {"sublayer": site.sublayer, "block": site.block, "kind": site.kind}
+        rows.append({**position, **sublayer.describe(), "norms": norms})
+    readout = next(module for module in model.modules() if isinstance(module, Readout))
     rows.append({"sublayer": "", "block": "", "kind": "readout", **readout.describe(), "norms": "final norm after"})
     return rows
 
@@ -292,6 +307,12 @@ def _check_sites(host: Host, scheme: Scheme, config: Any) -> None:
     with torch.device("meta"):
         for site in stack_sites(config.num_hidden_layers, host.kinds(config)):
             scheme.sublayer(site, spec)
+
+
+def warn_of_removed(scheme: Scheme, norms: Sequence[str]) -> None:
+    """Say which trained norms of a host were removed, if any were."""
+    if norms:
+        log.warning("scheme '%s' has no place for these trained norms; removed: %s", scheme.name, ", ".join(norms))
 
 
 def _check_parts(host: Host, model: Any) -> None:

@@ -1,10 +1,10 @@
-"""Registration with other libraries, at no cost to those who do not use them.
+"""Registration with transformers and diffusers, at no cost to those who do not use them.
 
 Rewired models have a ``model_type`` and classes of their own. When transformers' table of configs is imported (at once
 if it is already), each family puts a stand-in there that becomes its config class on first use; with the first config
 the models are registered too. Nothing can be made earlier, since transformers imports that table while it is still
-importing its own configs and models. diffusers has no registry: the pipelines that it saves name the module of a class,
-which it looks for among those that are imported, so ours are imported right behind the models that they extend. This
+importing its own configs and models. diffusers has no table of models: a pipeline that it saves names the module of a
+class, which is looked for among those that are imported, so ours is imported right behind the one that it extends. This
 module imports only the standard library until then.
 """
 
@@ -15,8 +15,6 @@ import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -24,8 +22,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..hosts.families import Host
 
-__all__ = ["FOREIGN", "HEADS", "ForeignHost", "register_config_if_loaded", "register_models", "watch_libraries"]
+__all__ = ["DIT_MODELS", "HEADS", "register_config_if_loaded", "register_models", "watch"]
 
+DIT_MODELS = "diffusers.models.transformers.dit_transformer_2d"
+"""The module that defines diffusers' DiT."""
 _CONFIGS = "transformers.models.auto.configuration_auto"
 HEADS = {
     "AutoModel": "Model",
@@ -39,44 +39,10 @@ HEADS = {
 """transformers' Auto classes, and how the names of a family's own classes for them end."""
 
 
-@dataclass(frozen=True)
-class ForeignHost:
-    """A host of another library than transformers.
-
-    Attributes:
-        name: what it is called.
-        modeling: the library's module that defines its models.
-        module: the module of this package that extends them. It has the functions ``claims``, ``rewire``, ``build`` and
-            ``model_config``.
-        extra: the extra of this package that brings the library.
-        head: as in :class:`~siamesenorm.hosts.Host`.
-    """
-
-    name: str
-    modeling: str
-    module: str
-    extra: str
-    head: str
-
-
-FOREIGN = {
-    host.name: host
-    for host in (
-        ForeignHost(
-            "dit",
-            "diffusers.models.transformers.dit_transformer_2d",
-            "siamesenorm.hosts.dit",
-            "diffusion",
-            "ForDiffusion",
-        ),
-    )
-}
-
-
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Calls ``action`` once, right after the module ``name`` has been imported."""
 
-    def __init__(self, name: str, action: Callable[[], object]) -> None:
+    def __init__(self, name: str, action: Callable[[], None]) -> None:
         self.name = name
         self.action = action
 
@@ -95,7 +61,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 class _Then(importlib.abc.Loader):
     """A loader that runs ``action`` after the module."""
 
-    def __init__(self, loader: Any, action: Callable[[], object]) -> None:
+    def __init__(self, loader: Any, action: Callable[[], None]) -> None:
         self.loader = loader
         self.action = action
 
@@ -109,18 +75,13 @@ class _Then(importlib.abc.Loader):
         self.action()
 
 
-def watch_libraries() -> None:
-    """Let other libraries know what they need to load rewired models, now or when they are imported."""
-    _once_imported(_CONFIGS, _register_configs)
-    for host in FOREIGN.values():
-        _once_imported(host.modeling, partial(importlib.import_module, host.module))
-
-
-def _once_imported(name: str, action: Callable[[], object]) -> None:
-    if name in sys.modules:
-        action()
-    else:
-        sys.meta_path.insert(0, _AfterImport(name, action))
+def watch() -> None:
+    """Register with transformers and with diffusers, each now or when it is imported."""
+    for name, action in ((_CONFIGS, _register_configs), (DIT_MODELS, _import_dit)):
+        if name in sys.modules:
+            action()
+        else:
+            sys.meta_path.insert(0, _AfterImport(name, action))
 
 
 def register_config_if_loaded(host: Host) -> None:
@@ -177,3 +138,7 @@ def _register_config(host: Host) -> None:
 
     StandIn.__name__ = f"Residual{host.prefix}Config"
     sys.modules[_CONFIGS].AutoConfig.register(host.residual_type, StandIn, exist_ok=True)
+
+
+def _import_dit() -> None:
+    importlib.import_module("siamesenorm.hosts.dit")

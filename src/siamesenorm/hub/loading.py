@@ -67,7 +67,7 @@ def auto_class(model_type: object) -> Any:
     import transformers
 
     host = next((host for host in all_hosts() if model_type in (host.name, host.residual_type)), None)
-    head = host.head if host else "ForCausalLM"
+    head = (host and host.head) or "ForCausalLM"
     return getattr(transformers, next(auto_name for auto_name, ending in HEADS.items() if ending == head))
 
 

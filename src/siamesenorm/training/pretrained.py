@@ -18,7 +18,6 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from siamesenorm import hosts, hub
 from siamesenorm.data import byte_tokenizer, corpus, shards
 from siamesenorm.data import tokenizer as tokenizers
-from siamesenorm.hosts.families import all_hosts
 from siamesenorm.residual import ConfigError, Scheme, make_scheme, nearest, one_line
 from siamesenorm.training.recipe import Recipe
 from siamesenorm.training.run_folder import model_folder
@@ -171,11 +170,13 @@ def _config(name: str, where: str, local: bool) -> Any:
 
 
 def _host(name: str, config: Any) -> hosts.Host:
-    for host in all_hosts():
+    for host_name in hosts.hosts():
+        host = hosts.get_host(host_name)
         if config.model_type in (host.name, host.residual_type):
             return host
-    supported = ", ".join(sorted(host.name for host in all_hosts()))
-    raise ConfigError(f"model.pretrained={name} is a model of type {config.model_type}; supported are {supported}")
+    raise ConfigError(
+        f"model.pretrained={name} is a model of type {config.model_type}; supported are {', '.join(hosts.hosts())}"
+    )
 
 
 def _changed(config: Any, changes: Mapping[str, Any], name: str) -> Any:

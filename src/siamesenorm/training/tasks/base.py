@@ -186,13 +186,13 @@ class Task(ABC, Generic[R, D]):
         """A loss of `example`, from which a step's memory can be told."""
 
 
-def require_host(recipe: Recipe, head: str) -> None:
-    """Refuse a host whose models have another head than the task needs.
+def require_host(recipe: Recipe, head: str | None) -> None:
+    """Refuse a host whose models have another head than the task needs; diffusion models have none.
 
     Raises:
         ConfigError: naming the hosts that have it; an unknown host is left to others.
     """
-    heads = {name: hosts.head_of(name) for name in hosts.hosts()}
+    heads = {name: hosts.get_host(name).head for name in hosts.hosts()}
     fitting = [name for name, found in heads.items() if found == head]
     if recipe.model.host in heads and recipe.model.host not in fitting:
         raise ConfigError(

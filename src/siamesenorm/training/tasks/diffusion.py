@@ -93,7 +93,7 @@ class Noise:
 class Diffusion(ImageTask[ImageDiffusionRecipe]):
     """A DiT of diffusers, on labelled images or latents."""
 
-    head = "ForDiffusion"
+    head = None
     loss_label = "squared error of the prediction"
 
     def images(self) -> Any:

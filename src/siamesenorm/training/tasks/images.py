@@ -29,7 +29,7 @@ class ImageTask(Task[R, Any]):
     """A task whose data are labelled images."""
 
     counts_images = True
-    head: str
+    head: str | None
 
     def build(self, *, needs_data: bool = True) -> Any:
         """The model, made for the size and the classes of the data."""
