@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from siamesenorm.probes import capture_streams
-from siamesenorm.residual import ConfigError, NormSpec, Site, Stack, make_scheme, set_step, stack_sites, through
+from siamesenorm.residual import ConfigError, NormSpec, Site, Stack, Step, make_scheme, set_step, stack_sites, through
 from tests.hosts.tiny import BASELINES
 from tests.parity import relative_error
 from tests.residual.test_against_oracle import D, embedding, make_stack, set_to
@@ -260,7 +260,7 @@ def test_the_gate_scales_what_is_added_though_a_norm_stands_behind_the_branch(sc
 
     def added(gate):
         residual.gate = gate
-        return through(residual, streams, torch.tanh)[-1] - streams[-1]
+        return through([Step(residual, torch.tanh)], streams)[-1] - streams[-1]
 
     full = added(1.0)
     assert full.abs().max() > 0.1

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from siamesenorm.probes import capture_streams
-from siamesenorm.residual import NormSpec, Site, make_scheme, set_step, through
+from siamesenorm.residual import NormSpec, Site, Step, make_scheme, set_step, through
 from tests.residual import test_against_oracle, test_streams
 from tests.residual.test_against_oracle import D, make_stack, named
 
@@ -66,7 +66,7 @@ def test_both_streams_of_a_sequence_lose_the_same_update(x):
     o = torch.randn(40, 5, D, dtype=torch.float64)
     streams = tuple(torch.randn(2, 40, 5, D, dtype=torch.float64))
     _, (x_kept, y) = residual.read(streams)
-    new_x, new_y = through(residual, streams, lambda u: o)
+    new_x, new_y = through([Step(residual, lambda u: o)], streams)
     kept = (new_y != y).flatten(1).any(1)
     assert 0 < kept.sum() < 40
     update = torch.where(kept[:, None, None], o / 0.75, 0.0)

@@ -11,7 +11,20 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
-from ..residual import Block, ConfigError, LayerNorm, Readout, RMSNorm, Scheme, close_streams, open_streams, through
+# Its import puts fused reads into place.
+from .. import ops as _ops  # noqa: F401
+from ..residual import (
+    Block,
+    ConfigError,
+    LayerNorm,
+    Readout,
+    RMSNorm,
+    Scheme,
+    Step,
+    close_streams,
+    open_streams,
+    through,
+)
 from ..residual.scheme import NormPlace, Streams
 from .families import Branch
 
@@ -35,6 +48,11 @@ class Placed:
     residual: str
     branches: tuple[Branch, ...]
     place: NormPlace
+
+    @property
+    def norms_before(self) -> tuple[str, ...]:
+        """The names of the host norms before the branches, of which two branches may share one."""
+        return tuple(dict.fromkeys(branch.norm for branch in self.branches)) if self.place == "before" else ()
 
 
 class ResidualBlock(Block):
@@ -75,25 +93,28 @@ class ResidualBlock(Block):
         return self._run(*streams, tap=tap, kwargs=kwargs)
 
     def _run(self, *streams: Tensor, tap: Tap | None, kwargs: dict[str, Any]) -> Streams:
+        steps = []
         for placed in self.sublayers:
-            branch = partial(self._branches, placed, kwargs)
-            streams = through(getattr(self, placed.residual), streams, branch, tap)
+            residual, branch = getattr(self, placed.residual), partial(self._branches, placed, kwargs)
+            steps.append(Step(residual, branch, tuple(getattr(self, name) for name in placed.norms_before), tap))
             tap = None
-        return streams
+        return through(steps, streams)
 
-    def _branches(self, placed: Placed, kwargs: dict[str, Any], u: Tensor) -> Tensor:
-        """The sum of a sublayer's branches at the input ``u``: (batch, seq, hidden) to the same shape."""
-        first, *others = (self._branch(branch, placed.place, kwargs, u) for branch in placed.branches)
+    def _branches(self, placed: Placed, kwargs: dict[str, Any], *inputs: Tensor) -> Tensor:
+        """The sum of a sublayer's branches at ``inputs``, each (batch, seq, hidden), to the same shape."""
+        by_norm = dict(zip(placed.norms_before, inputs, strict=False))
+        first, *others = (
+            self._branch(branch, placed.place, kwargs, by_norm.get(branch.norm, inputs[0]))
+            for branch in placed.branches
+        )
         for other in others:
             first = first + other
         return first
 
     def _branch(self, branch: Branch, place: NormPlace, kwargs: dict[str, Any], u: Tensor) -> Tensor:
-        """One branch, with the host's own norm at its place and the host's dropout behind it."""
+        """One branch, with the host's own norm behind it if that is its place, and the host's dropout."""
         module = getattr(self, branch.module)
-        if place == "before":
-            u = getattr(self, branch.norm)(u)
-        elif branch.in_place:
+        if place != "before" and branch.in_place:
             u = u.clone()
         o = module(hidden_states=u, **kwargs) if branch.kind == "attention" else module(u)
         if isinstance(o, tuple):

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from diffusers.models.attention import BasicTransformerBlock
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..residual import Block, ConfigError, Norm, NormSpec, Scheme, Site, Streams, stack_sites, through
+from ..residual import Block, ConfigError, Norm, NormSpec, Scheme, Site, Step, Streams, stack_sites, through
 from .block import FinalLayerNorm, Placed
 from .families import get_host
 from .norms import HostNorms
@@ -62,11 +62,12 @@ class DiTBlock(Block, BasicTransformerBlock):
             # The last is in the dtype that the streams were opened with, whatever theirs is.
             conditioning = self.norm1.emb(timestep, class_labels, hidden_dtype=streams[-1].dtype)
         modulation = self.norm1.linear(self.norm1.silu(conditioning)).unsqueeze(1).chunk(6, dim=-1)
-        finished: Streams = streams
+        steps = []
         for placed, of_branch in zip(self.sublayers, (modulation[:3], modulation[3:]), strict=True):
             branch = partial(self._branch, placed, of_branch, cross_attention_kwargs or {})
-            finished = through(getattr(self, placed.residual), finished, branch)
-        return finished
+            norms = tuple(cast(Norm, self.get_submodule(name)) for name in placed.norms_before)
+            steps.append(Step(getattr(self, placed.residual), branch, norms))
+        return through(steps, streams)
 
     def _branch(
         self, placed: Placed, modulation: tuple[Tensor, ...], attention_kwargs: dict[str, Any], u: Tensor
@@ -74,8 +75,6 @@ class DiTBlock(Block, BasicTransformerBlock):
         """A sublayer's branch, (batch, seq, d) to the same shape; shift, scale and gate are (batch, 1, d)."""
         (branch,) = placed.branches
         shift, scale, gate = modulation
-        if placed.place == "before":
-            u = self.get_submodule(branch.norm)(u)
         u = u * (1 + scale) + shift
         if branch.kind == "attention":
             o = self.attn1(u, encoder_hidden_states=None, attention_mask=None, **attention_kwargs)

@@ -5,8 +5,9 @@ Start with ``scheme.py`` (what a scheme is), then ``siamese.py`` (SiameseNorm as
 
 from . import attnres, hybridnorm, hyper, mgr, mhc, post_variants, pre_variants, resi_dual, siamese, single
 from .errors import ConfigError, nearest, one_line
+from .fusing import Backend, Read, Term, register_backend
 from .norms import LayerNorm, Norm, NormSpec, RMSNorm
-from .run import close_streams, finished, open_streams, set_step, through
+from .run import Step, close_streams, finished, open_streams, set_step, through
 from .scheme import (
     Block,
     Carry,
@@ -24,6 +25,7 @@ from .scheme import (
 from .stack import Stack, stack_sites
 
 __all__ = [
+    "Backend",
     "Block",
     "Carry",
     "ConfigError",
@@ -31,12 +33,15 @@ __all__ = [
     "Norm",
     "NormSpec",
     "RMSNorm",
+    "Read",
     "Readout",
     "Scheme",
     "Site",
     "Stack",
+    "Step",
     "Streams",
     "Sublayer",
+    "Term",
     "attnres",
     "choose",
     "close_streams",
@@ -53,6 +58,7 @@ __all__ = [
     "post_variants",
     "pre_variants",
     "register",
+    "register_backend",
     "resi_dual",
     "schemes",
     "set_step",

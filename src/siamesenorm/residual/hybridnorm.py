@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .errors import ConfigError
+from .fusing import Term
 from .norms import NormSpec
 from .scheme import Carry, NormPlace, Readout, Scheme, Site, Streams, Sublayer, choose, register
 from .single import AddSublayer, OneStream
@@ -41,6 +42,9 @@ class _NormedRead(Sublayer):
     def write(self, carry: Carry, o: Tensor) -> Streams:
         (x_hat,) = carry
         return (x_hat + o,)
+
+    def terms(self) -> tuple[Term, ...]:
+        return (Term(self.norm, replaces=True),)
 
     def describe(self) -> dict[str, str | float]:
         return {"reads": "N(X)", "writes": "X = N(X) + o", "scale": 1.0}

@@ -8,14 +8,17 @@ a Python attribute would not. Streams that need no widening have no such marker.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from .scheme import Readout, Scheme, Streams, Sublayer
+from .fusing import Read, backend
+from .norms import Norm
+from .scheme import Carry, Readout, Scheme, Streams, Sublayer
 
-__all__ = ["close_streams", "finished", "open_streams", "set_step", "through"]
+__all__ = ["Step", "close_streams", "finished", "open_streams", "set_step", "through"]
 
 
 def finished(streams: Streams) -> Streams:
@@ -33,26 +36,75 @@ def open_streams(scheme: Scheme, h: Tensor) -> Streams:
     return (*scheme.open(h.to(dtype)), h.new_empty(0))
 
 
-def through(
-    sublayer: Sublayer,
-    streams: Streams,
-    branch: Callable[[Tensor], Tensor],
-    tap: Callable[[Tensor], object] | None = None,
-) -> Streams:
-    """One sublayer: read, branch, write.
+@dataclass(frozen=True)
+class Step:
+    """A sublayer as its host runs it.
 
-    ``branch`` maps (…, d) to (…, d), the host's own norm included. ``tap`` is called with what is read.
+    Attributes:
+        sublayer: its read and write.
+        branch: maps what it reads (…, d), one tensor for each of ``norms`` or the one that no norm has touched, to
+            (…, d).
+        norms: the host's own norms before the branch.
+        tap: called with what is read, before ``norms``.
+    """
+
+    sublayer: Sublayer
+    branch: Callable[..., Tensor]
+    norms: tuple[Norm, ...] = ()
+    tap: Callable[[Tensor], object] | None = None
+
+
+@dataclass(frozen=True)
+class _Unfinished:
+    """Streams whose last write may still be to do."""
+
+    carry: Carry
+    o: Tensor | None = None
+    by: Sublayer | None = None
+    scales: tuple[float, ...] = ()
+
+    def finish(self) -> Streams:
+        if self.o is None or self.by is None:
+            return self.carry
+        made = backend()
+        streams = made.write(self.carry, self.o, self.scales) if made is not None and self.scales else None
+        return self.by.write(self.carry, self.o) if streams is None else streams
+
+
+def through(steps: Iterable[Step], streams: Streams) -> Streams:
+    """The sublayers of one block: for each, read, branch, write.
+
+    Streams come in and go out finished; between two steps a write may be left to the next read.
     """
     marker = streams[-1:] if _marked(streams) else ()
-    u, carry = sublayer.read(finished(streams))
+    state = _Unfinished(finished(streams))
+    for step in steps:
+        read = _fused_read(step, state, marker)
+        if read is None:
+            read = _plain_read(step, state.finish(), marker)
+        if step.tap is not None:
+            step.tap(read.tapped)
+        o = step.branch(*read.inputs)
+        if not step.sublayer.gates_itself:
+            o = step.sublayer.gated(o)
+        terms = step.sublayer.terms()
+        state = _Unfinished(read.carry, o, step.sublayer, tuple(term.scale for term in terms) if terms else ())
+    return state.finish() + marker
+
+
+def _plain_read(step: Step, streams: Streams, marker: Streams) -> Read:
+    u, carry = step.sublayer.read(streams)
     if marker:
         u = u.to(marker[0].dtype)
-    if tap is not None:
-        tap(u)
-    o = branch(u)
-    if not sublayer.gates_itself:
-        o = sublayer.gated(o)
-    return sublayer.write(carry, o) + marker
+    return Read(carry, tuple(norm(u) for norm in step.norms) or (u,), u)
+
+
+def _fused_read(step: Step, state: _Unfinished, marker: Streams) -> Read | None:
+    made, terms = backend(), step.sublayer.terms()
+    if made is None or terms is None or (state.o is not None and not state.scales):
+        return None
+    dtype = marker[0].dtype if marker else None
+    return made.read(terms, state.carry, state.o, state.scales, step.norms, dtype, step.tap is not None)
 
 
 def close_streams(readout: Readout, streams: Streams) -> Tensor:

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from torch import Tensor, nn
 
 from .errors import ConfigError, nearest
+from .fusing import Term
 from .norms import NormSpec
 
 __all__ = [
@@ -105,6 +106,10 @@ class Sublayer(nn.Module, ABC):
     @abstractmethod
     def write(self, carry: Carry, o: Tensor) -> Streams:
         """The streams after the branch's output ``o`` (…, d) is folded in."""
+
+    def terms(self) -> tuple[Term, ...] | None:
+        """``read`` and ``write`` as data, one term a stream, where they are no more than that; else ``None``."""
+        return None
 
     def gated(self, o: Tensor) -> Tensor:
         """The branch output ``o`` (batch, …, d) under the gate and stochastic depth, in its own dtype."""

@@ -35,7 +35,8 @@ import torch
 from torch import Tensor, nn
 
 from .errors import ConfigError
-from .norms import NormSpec, widen
+from .fusing import Term
+from .norms import Norm, NormSpec, widen
 from .scheme import Carry, NormPlace, Readout, Scheme, Site, Streams, Sublayer, choose, register
 
 __all__ = ["SiameseNorm"]
@@ -64,6 +65,9 @@ class _NormedX(Sublayer):
 
     def write(self, carry: Carry, o: Tensor) -> Streams:
         return _update(carry, o, self.scale)
+
+    def terms(self) -> tuple[Term, ...]:
+        return Term(self.norm_x, replaces=self.replace, scale=self.scale), *_terms_of_y(self.norm_y, self.topology)
 
     def describe(self) -> dict[str, str | float]:
         return _described("Nx(X)", "Nx(X)" if self.replace else "X", self.topology, self.scale)
@@ -94,6 +98,9 @@ class _ScaledX(Sublayer):
     def write(self, carry: Carry, o: Tensor) -> Streams:
         return _update(carry, o, self.scale)
 
+    def terms(self) -> tuple[Term, ...]:
+        return Term(self.c1, scale=self.scale), *_terms_of_y(self.norm_y, self.topology)
+
     def describe(self) -> dict[str, str | float]:
         return _described("c1⊙X", "X", self.topology, self.scale)
 
@@ -102,6 +109,11 @@ def _update(carry: Carry, o: Tensor, scale: float) -> Streams:
     """The update of each stream there is; each is one operation, so it rounds once."""
     x, *y = carry
     return torch.add(x, o, alpha=scale), *(stream + o for stream in y)
+
+
+def _terms_of_y(norm: Norm | None, topology: Topology) -> tuple[Term, ...]:
+    """The term of Y, which is there in all topologies but one and read in one alone."""
+    return () if topology == "single" else (Term(norm, summed=norm is not None),)
 
 
 def _described(read: str, kept: str, topology: Topology, scale: float) -> dict[str, str | float]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .fusing import Term
 from .norms import NormSpec, widen
 from .scheme import Carry, NormPlace, Readout, Scheme, Site, Streams, Sublayer, register
 
@@ -35,6 +36,10 @@ class AddSublayer(Sublayer):
         """The stream plus o."""
         (stream,) = carry
         return (stream + o,)
+
+    def terms(self) -> tuple[Term, ...]:
+        """The stream itself."""
+        return (Term(),)
 
     def describe(self) -> dict[str, str | float]:
         """As :meth:`Sublayer.describe`."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .errors import ConfigError, nearest
 from .norms import Norm, NormKind, NormSpec
-from .run import close_streams, open_streams, through
+from .run import Step, close_streams, open_streams, through
 from .scheme import Block, Kind, Scheme, Site, Streams, Sublayer, make_scheme
 
 __all__ = ["Stack"]
@@ -34,17 +34,18 @@ class _StackBlock(Block):
 
     def forward(self, streams: Streams, arguments: Arguments) -> Streams:
         """Streams in, finished streams out."""
-        for index, residual in enumerate(self.residuals):
+        steps = []
+        for index, (residual, norm, place) in enumerate(zip(self.residuals, self.norms, self.places, strict=True)):
             residual = cast(Sublayer, residual)
             keywords = arguments.get(residual.site.kind, {})
-            streams = through(residual, streams, partial(self._branch, index, keywords))
-        return streams
+            norms = (cast(Norm, norm),) if place == "before" else ()
+            steps.append(Step(residual, partial(self._branch, index, keywords), norms))
+        return through(steps, streams)
 
     def _branch(self, index: int, keywords: Mapping[str, Any], u: Tensor) -> Tensor:
-        """Branch ``index`` with the stack's own norm at its place."""
-        branch, norm = self.branches[index], self.norms[index]
-        o = norm(branch(u, **keywords)) if self.places[index] == "after" else branch(norm(u), **keywords)
-        return cast(Tensor, o)
+        """Branch ``index``, and the stack's own norm where that goes behind it."""
+        o = self.branches[index](u, **keywords)
+        return cast(Tensor, self.norms[index](o) if self.places[index] == "after" else o)
 
 
 class Stack(nn.Module):

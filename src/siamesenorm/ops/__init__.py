@@ -1,0 +1,13 @@
+"""Fused reads: what happens between two branches, in one pass forward and one backward.
+
+Importing this package, which every host does, puts them into the slot of ``residual/fusing.py``.
+"""
+
+from __future__ import annotations
+
+from ..residual import register_backend
+from .dispatch import Choice, FusedReads, Mode, explain, use
+
+__all__ = ["Choice", "Mode", "explain", "use"]
+
+register_backend(FusedReads())

@@ -1,0 +1,166 @@
+"""Which backend computes a read: by device, dtype and shape, or as told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+
+from ..residual import ConfigError, LayerNorm, Norm, Read, RMSNorm, Term, nearest
+from . import eager
+from .plan import read_plan, weights_of, wide_dtype
+
+__all__ = ["Choice", "FusedReads", "Mode", "explain", "use"]
+
+Mode = Literal["auto", "plain", "fused", "triton"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What computes a read, and why.
+
+    Attributes:
+        backend: ``"plain"``, ``"fused"`` or ``"triton"``.
+        reason: in words.
+    """
+
+    backend: Literal["plain", "fused", "triton"]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.backend}: {self.reason}"
+
+
+_mode: Mode = "auto"
+
+
+class use:  # noqa: N801 - read as a verb, called or entered
+    """Choose the backend from now on, or within a ``with`` block.
+
+    ``"plain"`` is each scheme's own read and write; ``"fused"`` torch's operations with a backward pass that keeps the
+    streams alone; ``"triton"`` kernels for CUDA, which are compiled on their first use; ``"auto"`` picks between the
+    first two, and takes the kernels on a GPU that they have been compiled on. What a backend cannot compute is left to
+    the plain form (:func:`explain` says why).
+
+    Raises:
+        ConfigError: an unknown backend.
+
+    Example:
+        >>> with siamesenorm.ops.use("plain"):
+        ...     loss = model(input_ids=ids, labels=ids).loss
+    """
+
+    def __init__(self, mode: Mode) -> None:
+        global _mode
+        if mode not in get_args(Mode):
+            raise ConfigError(f"unknown backend {mode!r} of fused reads: {nearest(str(mode), get_args(Mode))}")
+        self._before = _mode
+        _mode = mode
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        global _mode
+        _mode = self._before
+
+
+def explain(x: Tensor, *norms: Norm) -> Choice:
+    """What would compute a read of streams like ``x`` (…, d) through ``norms``, here and now."""
+    return _choose((x,), norms)
+
+
+def _choose(tensors: tuple[Tensor, ...], norms: tuple[Norm, ...]) -> Choice:
+    if torch.compiler.is_compiling():
+        return Choice("plain", "a compiler fuses the plain form by itself")
+    if _mode == "plain":
+        return Choice("plain", "asked for")
+    if obstacle := _obstacle(tensors, norms):
+        return Choice("plain", obstacle)
+    if _mode != "auto":
+        return Choice(_mode, "asked for")
+    return Choice("fused", f"auto on {tensors[0].device.type}")
+
+
+def _obstacle(tensors: tuple[Tensor, ...], norms: tuple[Norm, ...]) -> str:
+    """What keeps ``tensors`` and ``norms`` from any fused read."""
+    first = tensors[0]
+    for each in tensors:
+        if type(each) not in (Tensor, nn.Parameter, FakeTensor):
+            return f"a {type(each).__name__} is more than a tensor"
+        if each.dtype not in _DTYPES:
+            return f"{each.dtype} is no dtype of streams"
+        if each.device != first.device or each.shape != first.shape:
+            return "streams and branch output differ in shape or device"
+    if first.dim() == 0 or first.shape[-1] == 0:
+        return "there is no width to norm over"
+    for norm in norms:
+        if type(norm) not in (RMSNorm, LayerNorm):
+            return f"{type(norm).__name__} is a norm of someone else's"
+        if _is_watched(norm):
+            return "a norm has hooks, which a fused read would pass by"
+        if any(type(each) is not nn.Parameter for each in norm.parameters()):
+            return "a norm's weights are more than tensors"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "torch.func transforms the plain form"
+    if forward_ad._current_level >= 0:
+        return "forward-mode derivatives are those of the plain form"
+    if torch.jit.is_tracing():  # type: ignore[no-untyped-call]
+        return "a trace is of the plain form"
+    return ""
+
+
+def _is_watched(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or nn.modules.module._has_any_global_hook()
+
+
+class FusedReads:
+    """The backend that fills the slot of :mod:`siamesenorm.residual.fusing`."""
+
+    def read(
+        self,
+        terms: tuple[Term, ...],
+        carry: tuple[Tensor, ...],
+        o: Tensor | None,
+        scales: tuple[float, ...],
+        norms: tuple[Norm, ...],
+        dtype: torch.dtype | None,
+        tap: bool,
+    ) -> Read | None:
+        """As :meth:`siamesenorm.residual.Backend.read`."""
+        own = tuple(term.of for term in terms)
+        # Several norms of the host read the same sum, so they stay behind it; one is part of the read.
+        inside = norms[0] if len(norms) == 1 else None
+        if inside is None and not norms and own == (None,):
+            return None
+        tensors = carry if o is None else (*carry, o)
+        checked = tuple(each for each in (*own, inside) if isinstance(each, Norm))
+        choice = _choose(tensors, checked)
+        if choice.backend == "plain":
+            return None
+        wide = wide_dtype(*tensors)
+        stream = carry[0].dtype if o is None else torch.promote_types(carry[0].dtype, o.dtype)
+        plan = read_plan(terms, scales if o is not None else (), inside, tap, dtype or stream)
+        weights = [weights_of(each, wide) for each in own]
+        if inside is not None:
+            weights.append(weights_of(inside, wide))
+        *kept, first = eager.read(plan, o, carry, tuple(weights))
+        tapped = None
+        if tap:
+            first, tapped = kept.pop(), first
+        inputs = (first,) if inside is not None or not norms else tuple(norm(first) for norm in norms)
+        return Read(tuple(kept), inputs, tapped)
+
+    def write(self, carry: tuple[Tensor, ...], o: Tensor, scales: tuple[float, ...]) -> tuple[Tensor, ...] | None:
+        """As :meth:`siamesenorm.residual.Backend.write`."""
+        if len(carry) == 1 or _choose((*carry, o), ()).backend == "plain":
+            return None
+        return eager.write(carry, o, scales)

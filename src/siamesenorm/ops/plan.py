@@ -1,0 +1,85 @@
+"""What a fused read does, as static data beside the tensors that it does it to."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..residual import Norm, Term
+from ..residual.norms import widen
+
+__all__ = ["NormPlan", "Plan", "TermPlan", "Weights", "read_plan", "weights_of", "wide_dtype"]
+
+Weights = tuple[Tensor | None, Tensor | None]
+"""Weight and bias (d,) in the wide dtype, offset and scale included."""
+
+
+class NormPlan(NamedTuple):
+    """A norm over the last dimension; ``"vector"`` multiplies by the weight alone, ``"same"`` is the identity."""
+
+    kind: Literal["rms", "layer", "vector", "same"]
+    eps: float = 0.0
+
+
+class TermPlan(NamedTuple):
+    """As :class:`~siamesenorm.residual.Term`, but that ``scale`` is that of the write to finish."""
+
+    norm: NormPlan
+    summed: bool
+    replaces: bool
+    scale: float
+
+
+class Plan(NamedTuple):
+    """A read.
+
+    Attributes:
+        terms: one a stream.
+        norm: the host's own norm, where the read applies it.
+        tap: whether the sum before that norm is wanted too.
+        dtype: of the branch's input.
+    """
+
+    terms: tuple[TermPlan, ...]
+    norm: NormPlan | None
+    tap: bool
+    dtype: torch.dtype
+
+
+def wide_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """What sums and statistics of ``tensors`` are computed in: float32, or the widest of theirs."""
+    dtype = torch.float32
+    for tensor in tensors:
+        if tensor is not None:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def _norm_plan(of: Norm | Tensor | None) -> NormPlan:
+    """The plan of a term's ``of``."""
+    if of is None:
+        return NormPlan("same")
+    return NormPlan(of.kind, of.eps) if isinstance(of, Norm) else NormPlan("vector")
+
+
+def weights_of(of: Norm | Tensor | None, dtype: torch.dtype) -> Weights:
+    """What the plan leaves out, under autograd: gradients reach the parameters in the parameters' dtype."""
+    if not isinstance(of, Norm):
+        return None if of is None else widen(of).to(dtype), None
+    weight, bias = of.factor(dtype), None if of.bias is None else of.bias.to(dtype)
+    if of.scale == 1.0:
+        return weight, bias
+    if weight is None:
+        weight = torch.ones(of.size, dtype=dtype)
+    return weight * of.scale, None if bias is None else bias * of.scale
+
+
+def read_plan(terms: tuple[Term, ...], scales: tuple[float, ...], norm: Norm | None, tap: bool, dtype: torch.dtype) -> Plan:
+    """The plan of a read that finishes a write of ``scales``, if there is one to finish."""
+    made = tuple(
+        TermPlan(_norm_plan(term.of), term.summed, term.replaces, scale)
+        for term, scale in zip(terms, scales or (0.0,) * len(terms), strict=True)
+    )
+    return Plan(made, None if norm is None else _norm_plan(norm), tap, dtype)
