@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+import os
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, get_args
@@ -13,12 +17,14 @@ from torch.autograd import forward_ad
 
 from ..residual import ConfigError, LayerNorm, Norm, Read, RMSNorm, Term, nearest
 from . import eager
+from .function import Kernels, read, write
 from .plan import read_plan, weights_of, wide_dtype
 
 __all__ = ["Choice", "FusedReads", "Mode", "explain", "use"]
 
 Mode = Literal["auto", "plain", "fused", "triton"]
 
+_EAGER = Kernels(eager.forward, eager.backward)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -45,9 +51,8 @@ class use:  # noqa: N801 - read as a verb, called or entered
     """Choose the backend from now on, or within a ``with`` block.
 
     ``"plain"`` is each scheme's own read and write; ``"fused"`` torch's operations with a backward pass that keeps the
-    streams alone; ``"triton"`` kernels for CUDA, which are compiled on their first use; ``"auto"`` picks between the
-    first two, and takes the kernels on a GPU that they have been compiled on. What a backend cannot compute is left to
-    the plain form (:func:`explain` says why).
+    streams alone; ``"triton"`` kernels for CUDA, compiled on first use, which is why ``"auto"`` never picks them. What
+    a backend cannot compute is left to the one before it (:func:`explain` says why).
 
     Raises:
         ConfigError: an unknown backend.
@@ -84,9 +89,37 @@ def _choose(tensors: tuple[Tensor, ...], norms: tuple[Norm, ...]) -> Choice:
         return Choice("plain", "asked for")
     if obstacle := _obstacle(tensors, norms):
         return Choice("plain", obstacle)
-    if _mode != "auto":
-        return Choice(_mode, "asked for")
-    return Choice("fused", f"auto on {tensors[0].device.type}")
+    if _mode == "triton":
+        obstacle = _obstacle_of_triton(tensors)
+        return Choice("fused", obstacle) if obstacle else Choice("triton", "asked for")
+    if _mode == "fused":
+        return Choice("fused", "asked for")
+    if tensors[0].device.type == "cuda":
+        return Choice("fused", "kernels would have to be compiled first: use('triton') asks for them")
+    return Choice("fused", f"keeps least on {tensors[0].device.type}")
+
+
+def _obstacle_of_triton(tensors: tuple[Tensor, ...]) -> str:
+    """What keeps ``tensors`` from the kernels, where nothing keeps them from a fused read."""
+    first = tensors[0]
+    if _triton() is None:
+        return "Triton is not installed"
+    if first.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the kernels are for CUDA, not {first.device.type}"
+    if isinstance(first, FakeTensor):
+        return "a tensor without data reaches no kernel"
+    if wide_dtype(*tensors) != torch.float32:
+        return "the kernels compute in float32, which is narrower than these tensors"
+    return ""
+
+
+@functools.cache
+def _triton() -> Kernels | None:
+    """The kernels, where Triton is installed."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    made = importlib.import_module(".triton_kernels", __package__)
+    return Kernels(made.forward, made.backward)
 
 
 def _obstacle(tensors: tuple[Tensor, ...], norms: tuple[Norm, ...]) -> str:
@@ -152,7 +185,9 @@ class FusedReads:
         weights = [weights_of(each, wide) for each in own]
         if inside is not None:
             weights.append(weights_of(inside, wide))
-        *kept, first = eager.read(plan, o, carry, tuple(weights))
+        # The kernels know two streams, as many as any scheme with terms has.
+        kernels = _triton() if choice.backend == "triton" else None
+        *kept, first = read(kernels or _EAGER, plan, o, carry, tuple(weights))
         tapped = None
         if tap:
             first, tapped = kept.pop(), first
@@ -163,4 +198,4 @@ class FusedReads:
         """As :meth:`siamesenorm.residual.Backend.write`."""
         if len(carry) == 1 or _choose((*carry, o), ()).backend == "plain":
             return None
-        return eager.write(carry, o, scales)
+        return write(carry, o, scales)

@@ -1,33 +1,26 @@
-"""The fused read in torch's own operations, with a backward pass of its own that keeps the streams and nothing else.
+"""The fused read in torch's own operations.
 
-    s_k  = carry_k + scale_k · o                     the write to finish, where there is one
-    t_k  = N_k(s_k), c ⊙ s_k, or s_k                 one term a stream
-    u    = Σ t_k                                     over the terms that the branch reads
-    read   Nin(u), or u; and t_k or s_k of each stream, for the next write
-
-Terms, sum and statistics are computed again in the backward pass. Both passes go through the rows in pieces that stay
-in a core's cache; all between reading the streams and writing the results is in the wide dtype.
+Both passes go through the rows in pieces, so that what is computed on the way is never as large as a stream; all of it
+is in the wide dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .plan import NormPlan, Plan, Weights, wide_dtype
+from .plan import NormPlan, Plan, Weights, rows_of, scaled_sum, wide_dtype
 
-__all__ = ["read", "write"]
+__all__ = ["backward", "forward"]
 
 # Entries of a piece for each thread. Torch splits an operation from 32,768 entries on.
 _PIECE = 131_072
 
 
 class _Stats:
-    """What a norm's backward pass wants of its forward pass: the inverse deviation (n, 1), and the mean if it has one."""
+    """What a norm's backward pass wants of its forward pass: the inverse deviation (n, 1), and the mean."""
 
     __slots__ = ("inverse", "mean")
 
@@ -93,110 +86,25 @@ def _apply_backward(
     return of_x, None if weight is None else products.mul_(inverse).sum(0), of_bias
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
-
-
-def read(plan: Plan, o: Tensor | None, carry: tuple[Tensor, ...], weights: tuple[Weights, ...]) -> tuple[Tensor, ...]:
-    """The carry for the next write, the branch's input, and the sum if the plan wants it, all shaped as the streams.
-
-    Args:
-        plan: what to do.
-        o: the branch output (…, d) to finish a write with.
-        carry: what it is added to, or the streams, each (…, d).
-        weights: those of each term, and of the host's norm.
-    """
-    flat = tuple(each for pair in weights for each in pair)
-    made: tuple[Tensor, ...] = _Read.apply(plan, o, *carry, *flat)
-    return made
-
-
-def write(carry: tuple[Tensor, ...], o: Tensor, scales: tuple[float, ...]) -> tuple[Tensor, ...]:
-    """The streams after ``scales`` times ``o``, each (…, d), is added to ``carry``."""
-    made: tuple[Tensor, ...] = _Write.apply(scales, o, *carry)
-    return made
-
-
-class _Read(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, o: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        carry, weights = _split(plan, tensors)
-        with torch.autocast(carry[0].device.type, enabled=False):
-            streams, outputs = _read_forward(plan, o, carry, weights)
-        ctx.plan = plan
-        ctx.shape = carry[0].shape
-        ctx.dtypes = tuple(each.dtype for each in carry), None if o is None else o.dtype
-        ctx.weighed = tuple(each is not None for pair in weights for each in pair)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*streams, *(each for pair in weights for each in pair if each is not None))
-        return outputs
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        plan: Plan = ctx.plan
-        saved = list(ctx.saved_tensors)
-        streams = tuple(saved[: len(plan.terms)])
-        rest = iter(saved[len(plan.terms) :])
-        _, weights = _split(plan, (*streams, *(next(rest) if there else None for there in ctx.weighed)))
-        with torch.autocast(streams[0].device.type, enabled=False):
-            of_o, of_carry, of_weights = _read_backward(plan, streams, weights, grads, *ctx.dtypes)
-        shaped = (each.view(ctx.shape) for each in of_carry)
-        return None, None if of_o is None else of_o.view(ctx.shape), *shaped, *of_weights
-
-
-class _Write(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scales: tuple[float, ...], o: Tensor, *carry: Tensor) -> tuple[Tensor, ...]:
-        ctx.scales, ctx.dtypes = scales, tuple(each.dtype for each in (o, *carry))
-        ctx.set_materialize_grads(False)
-        return tuple(torch.add(each, o, alpha=scale) for each, scale in zip(carry, scales, strict=True))
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        of_o = None
-        for grad, scale in zip(grads, ctx.scales, strict=True):
-            of_o = _scaled_sum(of_o, grad, scale)
-        dtype, *dtypes = ctx.dtypes
-        of_carry = (None if grad is None else grad.to(kept) for grad, kept in zip(grads, dtypes, strict=True))
-        return None, None if of_o is None else of_o.to(dtype), *of_carry
-
-
-def _scaled_sum(total: Tensor | None, grad: Tensor | None, scale: float) -> Tensor | None:
-    """``total + scale · grad``, neither of them written to."""
-    if grad is None:
-        return total
-    if total is None:
-        return grad if scale == 1.0 else grad * scale
-    return torch.add(total, grad, alpha=scale)
-
-
-def _split(plan: Plan, tensors: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor, ...], tuple[Weights, ...]]:
-    """Streams, and pairs of weights, from a flat tuple of both."""
-    count = len(plan.terms)
-    streams = tuple(each for each in tensors[:count] if each is not None)
-    flat = tensors[count:]
-    return streams, tuple((flat[i], flat[i + 1]) for i in range(0, len(flat), 2))
-
-
-def _read_forward(
+def forward(
     plan: Plan, o: Tensor | None, carry: tuple[Tensor, ...], weights: tuple[Weights, ...]
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """The streams (n, d) and the outputs of :func:`read`."""
+    """As :class:`~siamesenorm.ops.function.Kernels`."""
     shape = carry[0].shape
     wide = wide_dtype(o, *carry)
     if o is None:
-        streams = [_rows(each) for each in carry]
+        streams = [rows_of(each) for each in carry]
         whole = list(carry)
     else:
         whole = [torch.add(each, o, alpha=term.scale) for each, term in zip(carry, plan.terms, strict=True)]
-        streams = [_rows(each) for each in whole]
+        streams = [rows_of(each) for each in whole]
     out = torch.empty(streams[0].shape, dtype=plan.dtype, device=o.device if o is not None else carry[0].device)
     tapped = torch.empty_like(out) if plan.tap else None
-    replaced = [torch.empty_like(each) if term.replaces else None for each, term in zip(streams, plan.terms, strict=True)]
+    replaced = [
+        torch.empty_like(each) if term.replaces else None for each, term in zip(streams, plan.terms, strict=True)
+    ]
     for piece in _pieces(*out.shape, out.device):
-        total, owned = None, False
+        total: Tensor | None = None
         for term, stream, pair, kept in zip(plan.terms, streams, weights, replaced, strict=False):
             if not term.summed and kept is None:
                 continue
@@ -215,7 +123,7 @@ def _read_forward(
     return streams, (*next_carry, *(each.view(shape) for each in ends))
 
 
-def _read_backward(
+def backward(
     plan: Plan,
     streams: tuple[Tensor, ...],
     weights: tuple[Weights, ...],
@@ -223,11 +131,13 @@ def _read_backward(
     dtypes: tuple[torch.dtype, ...],
     dtype_of_o: torch.dtype | None,
 ) -> tuple[Tensor | None, list[Tensor], list[Tensor | None]]:
-    """Gradients of the branch output, of the carry, both (n, d), and of the weights."""
+    """As :class:`~siamesenorm.ops.function.Kernels`."""
     count = len(plan.terms)
     wide = wide_dtype(*streams)
-    rows = [None if grad is None else _rows(grad) for grad in grads]
-    of_carry = [torch.empty(each.shape, dtype=kept, device=each.device) for each, kept in zip(streams, dtypes, strict=True)]
+    rows = [None if grad is None else rows_of(grad) for grad in grads]
+    of_carry = [
+        torch.empty(each.shape, dtype=kept, device=each.device) for each, kept in zip(streams, dtypes, strict=True)
+    ]
     of_o = None if dtype_of_o is None else torch.empty(streams[0].shape, dtype=dtype_of_o, device=streams[0].device)
     parts: list[list[Tensor]] = [[] for pair in weights for _ in pair]
 
@@ -252,24 +162,24 @@ def _read_backward(
             grad, *found = _apply_backward(plan.norm, grad, total, weights[count], stats)
             collect(count, *found)
         if plan.tap:
-            grad = _scaled_sum(grad, given[count + 1], 1.0)
+            grad = scaled_sum(grad, given[count + 1], 1.0)
         update: Tensor | None = None
         for index, (term, x) in enumerate(zip(plan.terms, xs, strict=True)):
             of_term = grad if term.summed else None
             if term.replaces:
-                of_term = _scaled_sum(of_term, given[index], 1.0)
+                of_term = scaled_sum(of_term, given[index], 1.0)
             of_stream: Tensor | None = None
             if of_term is not None:
                 stats = known[index] or _stats(term.norm, x, weights[index])[0]
                 of_stream, *found = _apply_backward(term.norm, of_term, x, weights[index], stats)
                 collect(index, *found)
             if not term.replaces:
-                of_stream = _scaled_sum(of_stream, given[index], 1.0)
+                of_stream = scaled_sum(of_stream, given[index], 1.0)
             if of_stream is None:
                 of_carry[index][piece] = 0
                 continue
             of_carry[index][piece] = of_stream
-            update = _scaled_sum(update, of_stream, term.scale)
+            update = scaled_sum(update, of_stream, term.scale)
         if of_o is not None:
             of_o[piece] = 0 if update is None else update
     flat = [each for pair in weights for each in pair]

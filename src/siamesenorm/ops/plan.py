@@ -10,7 +10,7 @@ from torch import Tensor
 from ..residual import Norm, Term
 from ..residual.norms import widen
 
-__all__ = ["NormPlan", "Plan", "TermPlan", "Weights", "read_plan", "weights_of", "wide_dtype"]
+__all__ = ["NormPlan", "Plan", "TermPlan", "Weights", "read_plan", "rows_of", "scaled_sum", "weights_of", "wide_dtype"]
 
 Weights = tuple[Tensor | None, Tensor | None]
 """Weight and bias (d,) in the wide dtype, offset and scale included."""
@@ -76,10 +76,26 @@ def weights_of(of: Norm | Tensor | None, dtype: torch.dtype) -> Weights:
     return weight * of.scale, None if bias is None else bias * of.scale
 
 
-def read_plan(terms: tuple[Term, ...], scales: tuple[float, ...], norm: Norm | None, tap: bool, dtype: torch.dtype) -> Plan:
+def read_plan(
+    terms: tuple[Term, ...], scales: tuple[float, ...], norm: Norm | None, tap: bool, dtype: torch.dtype
+) -> Plan:
     """The plan of a read that finishes a write of ``scales``, if there is one to finish."""
     made = tuple(
         TermPlan(_norm_plan(term.of), term.summed, term.replaces, scale)
         for term, scale in zip(terms, scales or (0.0,) * len(terms), strict=True)
     )
     return Plan(made, None if norm is None else _norm_plan(norm), tap, dtype)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """``x`` (…, d) as (n, d), a view where that can be."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def scaled_sum(total: Tensor | None, grad: Tensor | None, scale: float) -> Tensor | None:
+    """``total + scale · grad``, neither of them written to."""
+    if grad is None:
+        return total
+    if total is None:
+        return grad if scale == 1.0 else grad * scale
+    return torch.add(total, grad, alpha=scale)
