@@ -20,70 +20,91 @@ _PIECE = 131_072
 
 
 class _Stats:
-    """What a norm's backward pass wants of its forward pass: the inverse deviation (n, 1), and the mean."""
+    """What a norm's backward pass wants of its forward pass.
 
-    __slots__ = ("inverse", "mean")
+    Attributes:
+        inverse: the inverse deviation (n, 1).
+        mean: the mean (n, 1), of a norm that takes it away.
+        unit: the input times ``inverse`` (n, d), of one that does not.
+    """
 
-    def __init__(self, inverse: Tensor, mean: Tensor | None = None) -> None:
+    __slots__ = ("inverse", "mean", "unit")
+
+    def __init__(self, inverse: Tensor, mean: Tensor | None = None, unit: Tensor | None = None) -> None:
         self.inverse = inverse
         self.mean = mean
+        self.unit = unit
 
 
 def _pieces(rows: int, width: int, device: torch.device) -> Iterator[slice]:
-    step = max(_PIECE * torch.get_num_threads() // max(width, 1), 1) if device.type == "cpu" else max(rows, 1)
-    # The last two share what is left, so that none is too small to be worth its calls.
+    step = max(_PIECE * torch.get_num_threads() // width, 1) if device.type == "cpu" else max(rows, 1)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
 
-def _stats(plan: NormPlan, x: Tensor, weights: Weights) -> tuple[_Stats | None, Tensor | None]:
-    """The statistics of ``x`` (n, d), and the norm's output where it comes with them."""
-    if plan.kind == "rms":
-        # The plain form's own operations, so that both give the same bits.
-        return _Stats(x.square().mean(-1, keepdim=True).add_(plan.eps).rsqrt_()), None
-    if plan.kind == "layer":
-        out, mean, inverse = torch.native_layer_norm(x, x.shape[-1:], *weights, plan.eps)
-        return _Stats(inverse, mean), out
-    return None, None
+def _at(whole: Tensor | None, piece: slice, dtype: torch.dtype) -> Tensor | None:
+    """A piece of ``whole`` to compute into, where it is of the dtype that is computed in."""
+    return None if whole is None or whole.dtype != dtype else whole[piece]
 
 
-def _apply(plan: NormPlan, x: Tensor, weights: Weights) -> tuple[Tensor, _Stats | None]:
-    """The norm of ``x`` (n, d): a tensor of its own, but that of ``"same"``, which is ``x``."""
+def _inverse(plan: NormPlan, x: Tensor) -> Tensor:
+    # The plain form's own operations, so that both give the same bits.
+    return x.square().mean(-1, keepdim=True).add_(plan.eps).rsqrt_()
+
+
+def _apply(plan: NormPlan, x: Tensor, weights: Weights, out: Tensor | None = None) -> Tensor:
+    """The norm of ``x`` (n, d), in ``out`` or a tensor of its own; but that of ``"same"`` is ``x`` itself."""
     weight, bias = weights
-    stats, out = _stats(plan, x, weights)
-    if plan.kind == "vector":
-        out = x if weight is None else x * weight
-    elif plan.kind == "rms" and stats is not None:
-        out = x * stats.inverse
+    if plan.kind == "layer":
+        return torch.native_layer_norm(x, x.shape[-1:], weight, bias, plan.eps)[0]
+    if plan.kind == "rms":
+        made = torch.mul(x, _inverse(plan, x), out=out)
         if weight is not None:
-            out.mul_(weight)
-        if bias is not None:
-            out.add_(bias)
-    return x if out is None else out, stats
+            made.mul_(weight)
+        return made if bias is None else made.add_(bias)
+    return x if weight is None else torch.mul(x, weight, out=out)
+
+
+def _again(plan: NormPlan, x: Tensor, weights: Weights) -> tuple[Tensor, _Stats | None]:
+    """As :func:`_apply`, and what the backward pass wants of it."""
+    weight, bias = weights
+    if plan.kind == "layer":
+        made, mean, inverse = torch.native_layer_norm(x, x.shape[-1:], weight, bias, plan.eps)
+        return made, _Stats(inverse, mean)
+    if plan.kind == "rms":
+        stats = _Stats(_inverse(plan, x))
+        stats.unit = x * stats.inverse
+        made = stats.unit if weight is None else stats.unit * weight
+        return made if bias is None else made + bias, stats
+    return x if weight is None else x * weight, None
 
 
 def _apply_backward(
-    plan: NormPlan, grad: Tensor, x: Tensor, weights: Weights, stats: _Stats | None
+    plan: NormPlan, grad: Tensor, x: Tensor, weights: Weights, stats: _Stats | None, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of ``x`` (n, d), weight and bias (d,) from that of the output (n, d); ``grad`` is not written to."""
+    """Gradients of ``x`` (n, d), weight and bias (d,) from that of the norm's output (n, d), which is not written to.
+
+    The first is in ``out`` or a tensor of its own; but that of ``"same"`` is ``grad`` itself.
+    """
     weight, bias = weights
-    if plan.kind == "same":
-        return grad, None, None
-    if plan.kind == "vector" or stats is None:
-        return (grad if weight is None else grad * weight), (grad * x).sum(0), None
     of_bias = None if bias is None else grad.sum(0)
-    if stats.mean is not None:
+    if stats is None:
+        if weight is None:
+            return grad, None, None
+        return torch.mul(grad, weight, out=out), (grad * x).sum(0), None
+    if stats.unit is None:
         wanted = [True, weight is not None, False]
         of_x, of_weight, _ = torch.ops.aten.native_layer_norm_backward(
             grad, x, x.shape[-1:], stats.mean, stats.inverse, weight, bias, wanted
         )
         return of_x, of_weight, of_bias
-    inverse = stats.inverse
-    products = grad * x
-    along = products.sum(-1, keepdim=True) if weight is None else (products @ weight).unsqueeze_(-1)
-    of_x = grad * inverse if weight is None else (grad * weight).mul_(inverse)
-    of_x.addcmul_(x, along.mul_(inverse.pow(3)).div_(x.shape[-1]), value=-1)
-    return of_x, None if weight is None else products.mul_(inverse).sum(0), of_bias
+    along = grad * stats.unit
+    if weight is None:
+        of_weight, scaled, mean = None, grad.clone(), along.mean(-1, keepdim=True)
+    else:
+        of_weight, scaled, mean = along.sum(0), grad * weight, (along @ weight).unsqueeze_(-1).div_(x.shape[-1])
+    of_x = scaled.addcmul_(stats.unit, mean, value=-1)
+    return torch.mul(of_x, stats.inverse, out=of_x if out is None else out), of_weight, of_bias
 
 
 def forward(
@@ -93,32 +114,30 @@ def forward(
     shape = carry[0].shape
     wide = wide_dtype(o, *carry)
     if o is None:
-        streams = [rows_of(each) for each in carry]
         whole = list(carry)
     else:
         whole = [torch.add(each, o, alpha=term.scale) for each, term in zip(carry, plan.terms, strict=True)]
-        streams = [rows_of(each) for each in whole]
-    out = torch.empty(streams[0].shape, dtype=plan.dtype, device=o.device if o is not None else carry[0].device)
+    streams = [rows_of(each) for each in whole]
+    out = torch.empty(streams[0].shape, dtype=plan.dtype, device=streams[0].device)
     tapped = torch.empty_like(out) if plan.tap else None
-    replaced = [
-        torch.empty_like(each) if term.replaces else None for each, term in zip(streams, plan.terms, strict=True)
-    ]
+    kept = [torch.empty_like(each) if term.replaces else None for each, term in zip(streams, plan.terms, strict=True)]
     for piece in _pieces(*out.shape, out.device):
         total: Tensor | None = None
-        for term, stream, pair, kept in zip(plan.terms, streams, weights, replaced, strict=False):
-            if not term.summed and kept is None:
+        for term, stream, pair, term_kept in zip(plan.terms, streams, weights, kept, strict=False):
+            if not term.summed and term_kept is None:
                 continue
-            x = stream[piece].to(wide)
-            made, _ = _apply(term.norm, x, pair)
-            if kept is not None:
-                kept[piece] = made
+            target = _at(term_kept, piece, wide)
+            made = _apply(term.norm, stream[piece].to(wide), pair, target)
+            _store(made, term_kept, piece, target)
             if term.summed:
                 total = made if total is None else total + made
         assert total is not None
-        if tapped is not None:
-            tapped[piece] = total
-        out[piece] = total if plan.norm is None else _apply(plan.norm, total, weights[-1])[0]
-    next_carry = (each if kept is None else kept.view(shape) for each, kept in zip(whole, replaced, strict=True))
+        _store(total, tapped, piece)
+        target = _at(out, piece, wide)
+        if plan.norm is not None:
+            total = _apply(plan.norm, total, weights[-1], target)
+        _store(total, out, piece, target)
+    next_carry = (each if term is None else term.view(shape) for each, term in zip(whole, kept, strict=True))
     ends = (out,) if tapped is None else (out, tapped)
     return streams, (*next_carry, *(each.view(shape) for each in ends))
 
@@ -135,10 +154,8 @@ def backward(
     count = len(plan.terms)
     wide = wide_dtype(*streams)
     rows = [None if grad is None else rows_of(grad) for grad in grads]
-    of_carry = [
-        torch.empty(each.shape, dtype=kept, device=each.device) for each, kept in zip(streams, dtypes, strict=True)
-    ]
-    of_o = None if dtype_of_o is None else torch.empty(streams[0].shape, dtype=dtype_of_o, device=streams[0].device)
+    of_carry = [torch.empty_like(each, dtype=kept) for each, kept in zip(streams, dtypes, strict=True)]
+    of_o = None if dtype_of_o is None else torch.empty_like(streams[0], dtype=dtype_of_o)
     parts: list[list[Tensor]] = [[] for pair in weights for _ in pair]
 
     def collect(index: int, *found: Tensor | None) -> None:
@@ -149,42 +166,45 @@ def backward(
     for piece in _pieces(*streams[0].shape, streams[0].device):
         xs = [each[piece].to(wide) for each in streams]
         given = [None if grad is None else grad[piece].to(wide) for grad in rows]
+        made = [_again(term.norm, x, pair) for term, x, pair in zip(plan.terms, xs, weights, strict=False)]
         grad = given[count]
-        known: list[_Stats | None] = [None] * count
         if plan.norm is not None and grad is not None:
-            total: Tensor | None = None
-            for index, (term, x) in enumerate(zip(plan.terms, xs, strict=True)):
-                if term.summed:
-                    out, known[index] = _apply(term.norm, x, weights[index])
-                    total = out if total is None else total + out
-            assert total is not None
-            stats, _ = _stats(plan.norm, total, weights[count])
+            first, *others = (out for term, (out, _) in zip(plan.terms, made, strict=True) if term.summed)
+            total = sum(others, first)
+            _, stats = _again(plan.norm, total, weights[count])
             grad, *found = _apply_backward(plan.norm, grad, total, weights[count], stats)
             collect(count, *found)
         if plan.tap:
             grad = scaled_sum(grad, given[count + 1], 1.0)
-        update: Tensor | None = None
-        for index, (term, x) in enumerate(zip(plan.terms, xs, strict=True)):
+        update, target_of_o = None, _at(of_o, piece, wide)
+        for index, (term, x, (_, stats)) in enumerate(zip(plan.terms, xs, made, strict=True)):
             of_term = grad if term.summed else None
+            after: Tensor | None = given[index]
             if term.replaces:
-                of_term = scaled_sum(of_term, given[index], 1.0)
+                of_term, after = scaled_sum(of_term, after, 1.0), None
+            target = _at(of_carry[index], piece, wide)
             of_stream: Tensor | None = None
             if of_term is not None:
-                stats = known[index] or _stats(term.norm, x, weights[index])[0]
-                of_stream, *found = _apply_backward(term.norm, of_term, x, weights[index], stats)
+                of_stream, *found = _apply_backward(term.norm, of_term, x, weights[index], stats, target)
                 collect(index, *found)
-            if not term.replaces:
-                of_stream = scaled_sum(of_stream, given[index], 1.0)
+            of_stream = scaled_sum(of_stream, after, 1.0, target)
             if of_stream is None:
                 of_carry[index][piece] = 0
                 continue
-            of_carry[index][piece] = of_stream
-            update = scaled_sum(update, of_stream, term.scale)
-        if of_o is not None:
-            of_o[piece] = 0 if update is None else update
+            _store(of_stream, of_carry[index], piece, target)
+            update = scaled_sum(update, of_stream, term.scale, target_of_o)
+        if update is not None:
+            _store(update, of_o, piece, target_of_o)
+        elif of_o is not None:
+            of_o[piece] = 0
     flat = [each for pair in weights for each in pair]
-    of_weights = [_total(found, each) for found, each in zip(parts, flat, strict=True)]
-    return of_o, of_carry, of_weights
+    return of_o, of_carry, [_total(found, each) for found, each in zip(parts, flat, strict=True)]
+
+
+def _store(made: Tensor, whole: Tensor | None, piece: slice, target: Tensor | None = None) -> None:
+    """Put a piece where it belongs, unless it was computed there, in ``target``."""
+    if whole is not None and made is not target:
+        whole[piece] = made
 
 
 def _total(found: list[Tensor], weight: Tensor | None) -> Tensor | None:

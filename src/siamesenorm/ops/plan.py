@@ -92,10 +92,10 @@ def rows_of(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def scaled_sum(total: Tensor | None, grad: Tensor | None, scale: float) -> Tensor | None:
-    """``total + scale · grad``, neither of them written to."""
+def scaled_sum(total: Tensor | None, grad: Tensor | None, scale: float, out: Tensor | None = None) -> Tensor | None:
+    """``total + scale · grad``, in ``out`` where anything is computed; else neither of them is written to."""
     if grad is None:
         return total
     if total is None:
-        return grad if scale == 1.0 else grad * scale
-    return torch.add(total, grad, alpha=scale)
+        return grad if scale == 1.0 else torch.mul(grad, scale, out=out)
+    return torch.add(total, grad, alpha=scale, out=out)
