@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .hub.autoload import watch
 
 if TYPE_CHECKING:
-    from . import convert, hosts, hub, probes, residual
+    from . import convert, hosts, hub, ops, probes, residual
     from .hosts import register_host, rewire
     from .residual import ConfigError, schemes
 
@@ -25,6 +25,7 @@ __all__ = [
     "convert",
     "hosts",
     "hub",
+    "ops",
     "probes",
     "register_host",
     "residual",

@@ -152,7 +152,7 @@ def _obstacle(tensors: tuple[Tensor, ...], norms: tuple[Norm, ...]) -> str:
 
 def _is_watched(module: nn.Module) -> bool:
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or nn.modules.module._has_any_global_hook()
+    return any(hooks) or bool(nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 class FusedReads:

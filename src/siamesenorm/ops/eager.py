@@ -36,8 +36,10 @@ class _Stats:
         self.unit = unit
 
 
-def _pieces(rows: int, width: int, device: torch.device) -> Iterator[slice]:
-    step = max(_PIECE * torch.get_num_threads() // width, 1) if device.type == "cpu" else max(rows, 1)
+def _pieces(x: Tensor) -> Iterator[slice]:
+    """Slices of the rows of ``x`` (n, d): all of them at once where the device is no CPU."""
+    rows, width = x.shape
+    step = max(_PIECE * torch.get_num_threads() // width, 1) if x.device.type == "cpu" else max(rows, 1)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
@@ -121,7 +123,7 @@ def forward(
     out = torch.empty(streams[0].shape, dtype=plan.dtype, device=streams[0].device)
     tapped = torch.empty_like(out) if plan.tap else None
     kept = [torch.empty_like(each) if term.replaces else None for each, term in zip(streams, plan.terms, strict=True)]
-    for piece in _pieces(*out.shape, out.device):
+    for piece in _pieces(out):
         total: Tensor | None = None
         for term, stream, pair, term_kept in zip(plan.terms, streams, weights, kept, strict=False):
             if not term.summed and term_kept is None:
@@ -163,7 +165,7 @@ def backward(
             if each is not None:
                 parts[2 * index + offset].append(each)
 
-    for piece in _pieces(*streams[0].shape, streams[0].device):
+    for piece in _pieces(streams[0]):
         xs = [each[piece].to(wide) for each in streams]
         given = [None if grad is None else grad[piece].to(wide) for grad in rows]
         made = [_again(term.norm, x, pair) for term, x, pair in zip(plan.terms, xs, weights, strict=False)]

@@ -63,13 +63,13 @@ def read(
         weights: those of each term, and of the host's norm.
     """
     flat = tuple(each for pair in weights for each in pair)
-    made: tuple[Tensor, ...] = _Read.apply(kernels, plan, o, *carry, *flat)
+    made: tuple[Tensor, ...] = _Read.apply(kernels, plan, o, *carry, *flat)  # type: ignore[no-untyped-call]
     return made
 
 
 def write(carry: tuple[Tensor, ...], o: Tensor, scales: tuple[float, ...]) -> tuple[Tensor, ...]:
     """The streams after ``scales`` times ``o``, each (…, d), is added to ``carry``."""
-    made: tuple[Tensor, ...] = _Write.apply(scales, o, *carry)
+    made: tuple[Tensor, ...] = _Write.apply(scales, o, *carry)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -90,7 +90,7 @@ class _Read(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         plan: Plan = ctx.plan
         saved = list(ctx.saved_tensors)
@@ -111,7 +111,7 @@ class _Write(torch.autograd.Function):
         return tuple(torch.add(each, o, alpha=scale) for each, scale in zip(carry, scales, strict=True))
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         of_o = None
         for grad, scale in zip(grads, ctx.scales, strict=True):

@@ -283,7 +283,7 @@ def _launch(
     write: bool,
     arguments: tuple[Any, ...],
     like: Tensor,
-    **flags: bool,
+    **flags: bool | int,
 ) -> None:
     padded = _padded(plan, weights)
     for suffix, (norm, (weight, bias)) in zip("01N", padded, strict=True):

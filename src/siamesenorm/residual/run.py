@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +84,7 @@ def through(steps: Iterable[Step], streams: Streams) -> Streams:
         if read is None:
             read = _plain_read(step, state.finish(), marker)
         if step.tap is not None:
-            step.tap(read.tapped)
+            step.tap(cast(Tensor, read.tapped))
         o = step.branch(*read.inputs)
         if not step.sublayer.gates_itself:
             o = step.sublayer.gated(o)
