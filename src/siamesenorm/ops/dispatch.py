@@ -79,14 +79,17 @@ class use:  # noqa: N801 - read as a verb, called or entered
 
 def explain(x: Tensor, *norms: Norm) -> Choice:
     """What would compute a read of streams like ``x`` (…, d) through ``norms``, here and now."""
-    return _choose((x,), norms)
+    return _choose((x,), norms, norms)
 
 
-def _choose(tensors: tuple[Tensor, ...], norms: tuple[Norm, ...]) -> Choice:
+def _choose(tensors: tuple[Tensor, ...], norms: tuple[Norm, ...], passed: tuple[Norm, ...] = ()) -> Choice:
+    """As :func:`explain`; ``passed`` are the norms that the read would pass by as modules."""
     if torch.compiler.is_compiling():
         return Choice("plain", "a compiler fuses the plain form by itself")
     if _mode == "plain":
         return Choice("plain", "asked for")
+    if any(_is_watched(norm) for norm in passed):
+        return Choice("plain", "a norm has hooks, which a fused read would pass by")
     if obstacle := _obstacle(tensors, norms):
         return Choice("plain", obstacle)
     if _mode == "triton":
@@ -135,10 +138,8 @@ def _obstacle(tensors: tuple[Tensor, ...], norms: tuple[Norm, ...]) -> str:
     if first.dim() == 0 or first.shape[-1] == 0:
         return "there is no width to norm over"
     for norm in norms:
-        if type(norm) not in (RMSNorm, LayerNorm):
+        if type(norm).wide is not Norm.wide or type(norm)._affine not in (RMSNorm._affine, LayerNorm._affine):
             return f"{type(norm).__name__} is a norm of someone else's"
-        if _is_watched(norm):
-            return "a norm has hooks, which a fused read would pass by"
         if any(type(each) is not nn.Parameter for each in norm.parameters()):
             return "a norm's weights are more than tensors"
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -151,6 +152,9 @@ def _obstacle(tensors: tuple[Tensor, ...], norms: tuple[Norm, ...]) -> str:
 
 
 def _is_watched(module: nn.Module) -> bool:
+    """Whether calling ``module`` does more than its norm."""
+    if type(module).forward is not Norm.forward:
+        return True
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks) or bool(nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
 
@@ -176,7 +180,7 @@ class FusedReads:
             return None
         tensors = carry if o is None else (*carry, o)
         checked = tuple(each for each in (*own, inside) if isinstance(each, Norm))
-        choice = _choose(tensors, checked)
+        choice = _choose(tensors, checked, checked)
         if choice.backend == "plain":
             return None
         wide = wide_dtype(*tensors)
@@ -185,17 +189,30 @@ class FusedReads:
         weights = [weights_of(each, wide) for each in own]
         if inside is not None:
             weights.append(weights_of(inside, wide))
-        # The kernels know two streams, as many as any scheme with terms has.
-        kernels = _triton() if choice.backend == "triton" else None
-        *kept, first = read(kernels or _EAGER, plan, o, carry, tuple(weights))
+        *kept, first = read(self._kernels(choice), plan, o, carry, tuple(weights))
         tapped = None
         if tap:
             first, tapped = kept.pop(), first
         inputs = (first,) if inside is not None or not norms else tuple(norm(first) for norm in norms)
         return Read(tuple(kept), inputs, tapped)
 
+    def norm(self, norm: Norm, x: Tensor) -> Tensor | None:
+        """As :meth:`siamesenorm.residual.Backend.norm`."""
+        # Without a backward pass there is nothing to keep, and the plain form is as good.
+        if not torch.is_grad_enabled() or x.shape[-1:] != (norm.size,):
+            return None
+        choice = _choose((x,), (norm,))
+        if choice.backend == "plain":
+            return None
+        plan = read_plan((Term(norm),), (), None, False, x.dtype)
+        return read(self._kernels(choice), plan, None, (x,), (weights_of(norm, wide_dtype(x)),))[-1]
+
     def write(self, carry: tuple[Tensor, ...], o: Tensor, scales: tuple[float, ...]) -> tuple[Tensor, ...] | None:
         """As :meth:`siamesenorm.residual.Backend.write`."""
         if len(carry) == 1 or _choose((*carry, o), ()).backend == "plain":
             return None
         return write(carry, o, scales)
+
+    def _kernels(self, choice: Choice) -> Kernels:
+        # Triton's know two streams, as many as any scheme with terms has.
+        return (_triton() if choice.backend == "triton" else None) or _EAGER

@@ -9,12 +9,13 @@ completes it, norms, adds, and applies the host's own norm. Who does that is reg
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from .norms import Norm
+if TYPE_CHECKING:
+    from .norms import Norm
 
 __all__ = ["Backend", "Read", "Term", "backend", "register_backend"]
 
@@ -52,7 +53,7 @@ class Read:
 
 
 class Backend(Protocol):
-    """Computes reads and writes. Either may return ``None``, which leaves the work to the plain form."""
+    """Computes reads, writes and norms. Each may return ``None``, which leaves the work to the plain form."""
 
     def read(
         self,
@@ -78,6 +79,9 @@ class Backend(Protocol):
 
     def write(self, carry: tuple[Tensor, ...], o: Tensor, scales: tuple[float, ...]) -> tuple[Tensor, ...] | None:
         """The streams after ``scales`` times ``o`` (…, d) is added to ``carry``, in the dtypes that adding gives."""
+
+    def norm(self, norm: Norm, x: Tensor) -> Tensor | None:
+        """The norm of ``x`` (…, d), in its dtype."""
 
 
 _backend: Backend | None = None

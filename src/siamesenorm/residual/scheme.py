@@ -133,6 +133,10 @@ class Readout(nn.Module, ABC):
     def close(self, streams: Streams) -> Tensor:
         """The readout (…, d), in the streams' dtype."""
 
+    def terms(self) -> tuple[Term, ...] | None:
+        """``close`` as data, one term a stream, where it is no more than a sum of those; else ``None``."""
+        return None
+
     @abstractmethod
     def describe(self) -> dict[str, str | float]:
         """For tables, as :meth:`Sublayer.describe`."""

@@ -135,6 +135,9 @@ class _Readout(Readout):
             return cast(Tensor, self.norm_x(x))
         return (self.norm_x.wide(x) + self.norm_y.wide(y[0])).to(x.dtype)
 
+    def terms(self) -> tuple[Term, ...]:
+        return (Term(self.norm_x),) if self.norm_y is None else (Term(self.norm_x), Term(self.norm_y))
+
     def describe(self) -> dict[str, str | float]:
         return {"reads": "Nx(X)" if self.norm_y is None else "Nx(X) + Ny(Y)", "writes": "", "scale": 1.0}
 
