@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from siamesenorm.cli.options import Json, ModelOrRun, bar, load_tokenizer, model_and_recipe, print_json
+from siamesenorm.cli.options import Json, ModelOrRun, bar, load_model, load_tokenizer, model_and_recipe, print_json
 
 
 def evaluate(
@@ -44,9 +44,7 @@ def evaluate(
             raise ConfigError(f"'{path}' is a diffusion model without its run, whose data it would be measured on")
         facts = _denoise(path, recipe, images, batch_size)
     else:
-        from siamesenorm import hub
-
-        model = hub.load(path)
+        model = load_model(path)
         if getattr(model.config, "image_size", None) is None:
             if images is not None:
                 raise ConfigError("--images is for models of images; --sequences chooses how much text")

@@ -53,15 +53,29 @@ def load(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     Raises:
         ConfigError: where either cannot be loaded.
     """
-    from siamesenorm import hub
     from siamesenorm.residual import ConfigError
 
     if (path / "model_index.json").is_file():
         raise ConfigError(f"'{path}' holds a diffusion model; siamesenorm sample draws from it")
-    model = hub.load(path)
+    model = load_model(path)
     if getattr(model.config, "image_size", None) is not None:
         raise ConfigError(f"'{path}' holds an image classifier, which writes no text")
     return model, load_tokenizer(path)
+
+
+def load_model(path: Path) -> PreTrainedModel:
+    """A saved model of transformers, without transformers' own progress bar.
+
+    Raises:
+        ConfigError: where it cannot be loaded.
+    """
+    from transformers.utils import logging
+
+    from siamesenorm import hub
+
+    logging.disable_progress_bar()
+    model: PreTrainedModel = hub.load(path)
+    return model
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:

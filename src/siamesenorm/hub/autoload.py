@@ -141,4 +141,6 @@ def _register_config(host: Host) -> None:
 
 
 def _import_dit() -> None:
+    # A saved pipeline names the modules of its parts, and diffusers takes only those that are imported.
     importlib.import_module("siamesenorm.hosts.dit")
+    importlib.import_module("siamesenorm.hub.pixels")

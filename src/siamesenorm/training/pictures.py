@@ -88,7 +88,7 @@ def sheet(images: np.ndarray, columns: int, *, scale: int | None = None) -> Any:
     count, height, width, channels = images.shape
     scale = scale or max(1, -(-64 // height))
     rows = -(-count // columns)
-    line = 2
+    line = max(2, height * scale // 16)
     canvas = np.full((rows * (height * scale + line) + line, columns * (width * scale + line) + line, channels), 1.0)
     for index, image in enumerate(images):
         top = (index // columns) * (height * scale + line) + line

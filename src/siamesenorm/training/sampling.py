@@ -40,15 +40,20 @@ def load_pipeline(path: Path) -> Any:
     from diffusers import DiTPipeline
     from diffusers.utils import logging
 
+    verbosity = logging.get_verbosity()
     if not (path / "model_index.json").is_file():
         raise ConfigError(f"'{path}' holds no diffusion model: it has no model_index.json")
     logging.disable_progress_bar()
+    # It warns that an autoencoder of pixels is none of its own, and of numbers that JSON keeps as text.
+    logging.set_verbosity_error()
     try:
         pipeline = DiTPipeline.from_pretrained(path, local_files_only=True)
     except ConfigError:
         raise
     except Exception as error:  # whatever a damaged file makes the readers raise
         raise ConfigError(f"cannot load the diffusion model in '{path}': {one_line(error)}") from error
+    finally:
+        logging.set_verbosity(verbosity)
     return pipeline
 
 

@@ -42,14 +42,9 @@ class Denoised:
 
 
 class Noise:
-    """The noise of a recipe, by diffusers' DDPM scheduler.
+    """The noise of a recipe, by diffusers' DDPM scheduler."""
 
-    Args:
-        recipe: its noise.
-        pixels: whether the images are pixels, whose guesses a sampler may clip to where pixels can be.
-    """
-
-    def __init__(self, recipe: DiffusionRecipe, *, pixels: bool) -> None:
+    def __init__(self, recipe: DiffusionRecipe) -> None:
         from diffusers import DDIMScheduler, DDPMScheduler
 
         common = {
@@ -58,7 +53,8 @@ class Noise:
             "beta_end": recipe.beta_end,
             "beta_schedule": recipe.beta_schedule,
             "prediction_type": recipe.prediction,
-            "clip_sample": pixels,
+            # DDIM would clip its guess of the image and not the noise that goes with it, which guidance makes much of.
+            "clip_sample": False,
             "timestep_spacing": "trailing",
         }
         self.recipe = recipe
@@ -153,7 +149,7 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
     def objective(self, model: Any, data: Any, device: torch.device) -> NoiseObjective:
         """The error of the prediction, and the variational bound."""
         recipe = self.recipe
-        noise = Noise(recipe.diffusion, pixels=isinstance(data, ImageArrays))
+        noise = Noise(recipe.diffusion)
         return NoiseObjective(noise, len(data.classes), device, autocast_of(recipe))
 
     def batches(self, data: Any) -> Any:
@@ -170,7 +166,7 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
         """The errors on the held-out images, each with a noise and a time step of its own that never change."""
         was_training = model.training
         model.eval()
-        noise = Noise(self.recipe.diffusion, pixels=isinstance(data, ImageArrays))
+        noise = Noise(self.recipe.diffusion)
         low, timesteps = autocast_of(self.recipe), self.recipe.diffusion.timesteps
         totals = torch.zeros(3, dtype=torch.float64, device=device)
         numbers = self.held_out(data)
@@ -203,7 +199,7 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
 
         pixels = isinstance(data, ImageArrays)
         autoencoder = PixelAutoencoder() if pixels else data.autoencoder().model
-        sampler = Noise(self.recipe.diffusion, pixels=pixels).sampler
+        sampler = Noise(self.recipe.diffusion).sampler
         names = dict(enumerate(data.classes))
         pipeline = DiTPipeline(model, autoencoder.to(model.device), sampler, id2label=names)
         pipeline.register_to_config(id2label=names)
