@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from siamesenorm.training.run_folder import model_folder
 
 _RECIPE = "vit-tiny"
 _BATCH = 64
+_SECONDS_BETWEEN_LOOKS = 5
 
 
 def distance(features: np.ndarray, others: np.ndarray) -> float:
@@ -112,7 +114,11 @@ def judge_for(recipe: ImageDiffusionRecipe, *, image_size: int, channels: int, n
         # A process of its own, since the processes that have met to train this run cannot part and meet again.
         alone = {key: value for key, value in os.environ.items() if key not in _OF_TORCHRUN}
         command = [sys.executable, "-m", "siamesenorm", "train", _RECIPE, *overrides, "--out", str(folder), "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, env=alone)
+        while True:
+            done = subprocess.run(command, capture_output=True, text=True, env=alone)
+            if "another process is training" not in done.stderr:
+                break
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
         if done.returncode:
             raise ConfigError(
                 f"the classifier for the Fréchet distance cannot be trained: {done.stderr[-500:].strip()}"

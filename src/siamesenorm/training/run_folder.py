@@ -63,7 +63,9 @@ class RunFolder:
         return True
 
     def release(self) -> None:
-        """Take back a claim; a folder with anything else in it is left as it is."""
+        """Take back a claim; a folder with anything else in it is left as it is, for it may be taken up again."""
+        if any(entry.name not in (self.config.name, _LOCK) for entry in self.path.iterdir()):
+            return
         for name in (self.config, self.path / _LOCK):
             name.unlink(missing_ok=True)
         with suppress(OSError):
