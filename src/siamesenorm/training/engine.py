@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import random
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -183,8 +184,9 @@ class EngineModule(TrainModule):
     def _seed(self, step: int) -> None:
         seed = _step_seed(self.seed, step, self.processes.rank)
         torch.manual_seed(seed)
-        # timm mixes images by numpy's generator.
+        # timm mixes images by numpy's generator, and erases parts of them by Python's.
         np.random.seed(seed % 2**32)
+        random.seed(seed)
 
     @contextlib.contextmanager
     def _gradients_in_step(self, *, last: bool) -> Iterator[None]:

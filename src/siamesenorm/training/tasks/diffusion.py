@@ -362,5 +362,6 @@ def _held_out_batch(data: Any, indices: np.ndarray, generators: list[torch.Gener
 
 
 def _features(judge: Judge, split: Any) -> np.ndarray:
-    parts = [split.batch(np.arange(start, min(start + 512, len(split))))[0] for start in range(0, len(split), 512)]
-    return judge.features(np.concatenate(parts).transpose(0, 2, 3, 1))
+    # Part by part, for all images of a set may be more than memory holds.
+    parts = (np.arange(start, min(start + 512, len(split))) for start in range(0, len(split), 512))
+    return np.concatenate([judge.features(split.batch(part)[0].transpose(0, 2, 3, 1)) for part in parts])
