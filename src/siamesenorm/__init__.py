@@ -4,7 +4,8 @@
     model = siamesenorm.rewire(model, "siamese")
 
 Importing the package imports neither torch nor transformers; each name below brings what it needs on first use. What a
-saved model needs to load is registered with transformers when transformers is imported.
+saved model needs to load is registered with transformers when transformers is imported, and models of this package with
+timm when timm is.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .hub.autoload import watch_transformers
+from .hub.autoload import watch
 
 if TYPE_CHECKING:
     from . import convert, hosts, hub, probes, residual
@@ -39,7 +40,7 @@ _HOME = {
     "schemes": "residual",
 }
 
-watch_transformers()
+watch()
 
 
 def __getattr__(name: str) -> Any:

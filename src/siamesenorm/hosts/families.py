@@ -21,12 +21,15 @@ __all__ = [
     "all_hosts",
     "find_host",
     "get_host",
+    "home_of",
     "host_of",
     "hosts",
     "register_host",
 ]
 
 _PREFIX = "siamesenorm_"
+# Models that are no transformers models, by their class, and the module of this package that rewires them.
+_HOMES = {"timm.models.vision_transformer.VisionTransformer": "timm_vit"}
 
 
 @dataclass(frozen=True)
@@ -299,6 +302,17 @@ def host_of(config: Any) -> Host:
     return get_host(config.model_type.removeprefix(_PREFIX))
 
 
+def home_of(model: Any) -> ModuleType | None:
+    """The module of this package that rewires ``model`` where it is another library's than transformers, or None.
+
+    It has a function ``rewire(model, scheme, *, init)``.
+    """
+    for cls in type(model).__mro__:
+        if (home := _HOMES.get(f"{cls.__module__}.{cls.__qualname__}")) is not None:
+            return importlib.import_module(f"{__package__}.{home}")
+    return None
+
+
 def find_host(model: Any) -> Host:
     """The family that ``model`` belongs to.
 
@@ -314,6 +328,7 @@ def find_host(model: Any) -> Host:
     raise ConfigError(
         f"cannot rewire a {type(model).__name__}"
         + (f" (model_type '{model_type}')" if model_type else "")
-        + f": supported are {', '.join(hosts())}. Another one is added by describing its parts in a table: "
+        + f": supported are {', '.join(hosts())}. Models of other libraries may be {', '.join(_HOMES)}. Another one of "
+        "transformers is added by describing its parts in a table: "
         "siamesenorm.register_host(siamesenorm.hosts.Host(...))"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,39 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.pytorch_utils import Conv1D
 
 from ..hub.autoload import register_models
-from ..residual import ConfigError, NormSpec, RMSNorm, Scheme, Site, make_scheme, nearest, one_line, stack_sites
+from ..residual import (
+    Block,
+    ConfigError,
+    NormSpec,
+    Readout,
+    RMSNorm,
+    Scheme,
+    Site,
+    Sublayer,
+    make_scheme,
+    nearest,
+    one_line,
+    stack_sites,
+)
 from .block import FinalLayerNorm, FinalRMSNorm, Placed, ResidualBlock, Tap
 from .classes import ResidualModel, residual_class, swap_class
 from .configs import scheme_of, scheme_to_dict
-from .families import Branch, Host, find_host, get_host, host_of
+from .families import Branch, Host, find_host, get_host, home_of, host_of
 from .norms import HostNorms
 
-__all__ = ["blocks", "build", "install", "model_config", "rewire", "site_table"]
+__all__ = [
+    "apply_gains",
+    "blocks",
+    "build",
+    "check_sites",
+    "install",
+    "install_block",
+    "install_readout",
+    "model_config",
+    "rewire",
+    "site_table",
+    "warn_of_removed",
+]
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +55,14 @@ _ROLES = {"attention": ("q", "k", "v", "o"), "mlp": ("mlp",), "parallel": ("q", 
 
 
 def rewire(model: Any, scheme: str | Scheme = "siamese", *, init: bool = False, **options: Any) -> Any:
-    """Put a residual scheme into a transformers model, in place.
+    """Put a residual scheme into a model of transformers, or of another library that is known, in place.
 
     Weights that exist keep their names and values; the scheme's own are added at their initial values. A host norm that
     the scheme has no place for is removed, and a trained one is named in a warning.
 
     Args:
-        model: a model of a supported family (:func:`siamesenorm.hosts.hosts`), with or without a head.
+        model: a model of a supported family (:func:`siamesenorm.hosts.hosts`), with or without a head, or a
+            ``VisionTransformer`` of timm (see :mod:`siamesenorm.hosts.timm_vit`).
         scheme: a scheme's name (:func:`siamesenorm.schemes`), or a :class:`~siamesenorm.residual.Scheme`.
         init: apply the scheme's own initialisation to the existing weights too, for a model that is not trained yet.
         **options: the scheme's options.
@@ -50,9 +76,11 @@ def rewire(model: Any, scheme: str | Scheme = "siamese", *, init: bool = False, 
     if isinstance(model, ResidualModel):
         name = scheme_of(model.config).name
         raise ConfigError(f"this {type(model).__name__} is rewired already (scheme '{name}')")
+    if (home := home_of(model)) is not None:
+        return home.rewire(model, make_scheme(scheme, **options), init=init)
     host = find_host(model)
     made = make_scheme(scheme, **options)
-    _check_sites(host, made, model.config)
+    check_sites(made, stack_sites(model.config.num_hidden_layers, host.kinds(model.config)))
     _check_parts(host, model)
     # A rewired model has a config of its own: the one it was made with may belong to other models too.
     old = model.config
@@ -63,9 +91,7 @@ def rewire(model: Any, scheme: str | Scheme = "siamese", *, init: bool = False, 
     # How a loaded checkpoint's weights were regrouped belongs to the host's format; this model has one of its own.
     vars(model).pop("_weight_conversions", None)
     swap_class(model)
-    dropped = install(model, init=init)
-    if dropped:
-        log.warning("scheme '%s' has no place for these trained norms; removed: %s", made.name, ", ".join(dropped))
+    warn_of_removed(made, install(model, init=init))
     return model
 
 
@@ -121,7 +147,7 @@ def model_config(
         _check_values(result)
     except (TypeError, ValueError, ArithmeticError, StrictDataclassError) as error:
         raise ConfigError(f"this is no valid {family.prefix} config: {one_line(error)}") from error
-    _check_sites(family, made, result)
+    check_sites(made, stack_sites(result.num_hidden_layers, family.kinds(result)))
     return result
 
 
@@ -179,26 +205,39 @@ def install(model: Any, *, init: bool = True) -> list[str]:
     dropped = []
     for index, block in enumerate(stack):
         here = sites[index * len(sublayers) : (index + 1) * len(sublayers)]
-        removed = _install_block(block, scheme, norms, tuple(zip(sublayers, here, strict=True)))
+        removed = install_block(block, scheme, norms, tuple(zip(sublayers, here, strict=True)), swap_class)
+        block.tap = Tap().train(block.training)
         dropped += [f"{host.blocks}.{index}.{name}" for name in removed]
         for placed in block.sublayers:
             # From none in the first block to all of the rate in the last.
             getattr(block, placed.residual).drop_path = rate * index / max(len(stack) - 1, 1)
         if init:
-            _apply_gains(host, scheme, block, here)
-    final = norms.ours(getattr(base, host.final_norm))
-    final.__class__ = FinalRMSNorm if isinstance(final, RMSNorm) else FinalLayerNorm
-    final.readout = norms.like(scheme.readout(norms.for_scheme(final)), final, base)
-    setattr(base, host.final_norm, final)
+            apply_gains(host, scheme, block, here)
+    setattr(base, host.final_norm, install_readout(getattr(base, host.final_norm), scheme, norms, base))
     return dropped
 
 
-def _install_block(
-    block: Any, scheme: Scheme, norms: HostNorms, sublayers: tuple[tuple[tuple[Branch, ...], Site], ...]
+def install_readout(final: Any, scheme: Scheme, norms: HostNorms, base: Any) -> Any:
+    """A host's final norm, become the package's and closing the stack; placed like ``base`` if it learns nothing."""
+    final = norms.ours(final)
+    final.__class__ = FinalRMSNorm if isinstance(final, RMSNorm) else FinalLayerNorm
+    final.readout = norms.like(scheme.readout(norms.for_scheme(final)), final, base)
+    return final
+
+
+def install_block(
+    block: Any,
+    scheme: Scheme,
+    norms: HostNorms,
+    sublayers: tuple[tuple[tuple[Branch, ...], Site], ...],
+    swap: Callable[[Any], None],
 ) -> list[str]:
-    """Rewire one block; the names of trained norms that were removed."""
-    swap_class(block)
-    block.scheme, block.tap = scheme, Tap().train(block.training)
+    """Rewire one block; the names of trained norms that were removed.
+
+    ``swap`` gives a block, and an attention that needs one, the rewired counterpart of its class, in place.
+    """
+    swap(block)
+    block.scheme = scheme
     placed, removed = [], []
     for branches, site in sublayers:
         place = scheme.input_norm(site)
@@ -217,15 +256,15 @@ def _install_block(
             if branch.kind == "attention":
                 attention = getattr(block, branch.module)
                 if norms.norm_heads(attention, scheme.branch_norms(site), norm):
-                    swap_class(attention)
+                    swap(attention)
                     attention.roles = norms.host.attention
     block.sublayers = tuple(placed)
     return removed
 
 
-def blocks(model: Any) -> list[ResidualBlock]:
+def blocks(model: Any) -> list[Block]:
     """The rewired blocks of ``model``, in order."""
-    return [module for module in model.modules() if isinstance(module, ResidualBlock)]
+    return [module for module in model.modules() if isinstance(module, Block)]
 
 
 def site_table(model: Any) -> list[dict[str, Any]]:
@@ -234,20 +273,17 @@ def site_table(model: Any) -> list[dict[str, Any]]:
     Keys: ``sublayer``, ``block``, ``kind``, ``reads``, ``writes``, ``scale`` and ``norms`` (where the host's norm
     stands, and which of q, k, v are normalised per head).
     """
-    scheme = scheme_of(model.config)
+    scheme = scheme_of(getattr(model, "config", model))
+    places = {"before": "Nin before", "after": "Nin after", "none": "no Nin"}
     rows = []
-    for block in blocks(model):
-        for placed in block.sublayers:
-            residual = getattr(block, placed.residual)
-            site = residual.site
-            norms = {"before": "Nin before", "after": "Nin after", "none": "no Nin"}[placed.place]
-            if heads := scheme.branch_norms(site):
-                norms += f"; {', '.join(heads)} per head"
-            position = {"sublayer": site.sublayer, "block": site.block, "kind": site.kind}
-            rows.append({**position, **residual.describe(), "norms": norms})
-    base = getattr(model, model.base_model_prefix, model)
-    host = host_of(model.config)
-    readout = getattr(base, host.final_norm).readout
+    for sublayer in (module for module in model.modules() if isinstance(module, Sublayer)):
+        site = sublayer.site
+        norms = places[scheme.input_norm(site)]
+        if heads := scheme.branch_norms(site):
+            norms += f"; {', '.join(heads)} per head"
+        position = {"sublayer": site.sublayer, "block": site.block, "kind": site.kind}
+        rows.append({**position, **sublayer.describe(), "norms": norms})
+    readout = next(module for module in model.modules() if isinstance(module, Readout))
     rows.append({"sublayer": "", "block": "", "kind": "readout", **readout.describe(), "norms": "final norm after"})
     return rows
 
@@ -261,12 +297,18 @@ def _rewired_config(config: Any, scheme: Scheme) -> Any:
     return rewired
 
 
-def _check_sites(host: Host, scheme: Scheme, config: Any) -> None:
+def check_sites(scheme: Scheme, sites: Iterable[Site]) -> None:
     """Let a scheme refuse a host before anything is changed."""
     spec = NormSpec("rms", 1)
     with torch.device("meta"):
-        for site in stack_sites(config.num_hidden_layers, host.kinds(config)):
+        for site in sites:
             scheme.sublayer(site, spec)
+
+
+def warn_of_removed(scheme: Scheme, norms: Sequence[str]) -> None:
+    """Say which trained norms of a host were removed, if any were."""
+    if norms:
+        log.warning("scheme '%s' has no place for these trained norms; removed: %s", scheme.name, ", ".join(norms))
 
 
 def _check_parts(host: Host, model: Any) -> None:
@@ -288,7 +330,7 @@ def _check_parts(host: Host, model: Any) -> None:
 
 
 @torch.no_grad()
-def _apply_gains(host: Host, scheme: Scheme, block: Any, sites: Iterable[Site]) -> None:
+def apply_gains(host: Host, scheme: Scheme, block: Any, sites: Iterable[Site]) -> None:
     """Multiply a new block's weights by the scheme's own gains."""
     attention = next(branch for branch in host.parallel or host.branches if branch.kind == "attention")
     for site in sites:

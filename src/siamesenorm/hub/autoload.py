@@ -1,15 +1,18 @@
-"""Registration with transformers, at no cost to those who do not use it.
+"""Registration with transformers and timm, at no cost to those who do not use them.
 
-Rewired models have a ``model_type`` and classes of their own. When transformers' table of configs is imported (at once
-if it is already), each family puts a stand-in there that becomes its config class on first use; with the first config
-the models are registered too. Nothing can be made earlier, since transformers imports that table while it is still
-importing its own configs and models. This module imports only the standard library until then.
+Each library is told of this package's models right after it is imported, or at once if it is already. This module
+imports only the standard library until then.
+
+Rewired models of transformers have a ``model_type`` and classes of their own. Each family puts a stand-in into
+transformers' table of configs that becomes its config class on first use; with the first config the models are
+registered too. Nothing can be made earlier, since transformers imports that table while it is still importing its own
+configs and models. timm's registry holds functions, and importing ``timm_models`` puts ours there.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -19,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..hosts.families import Host
 
-__all__ = ["register_config_if_loaded", "register_models", "watch_transformers"]
+__all__ = ["register_config_if_loaded", "register_models", "watch"]
 
 _CONFIGS = "transformers.models.auto.configuration_auto"
 _HEADS = {
@@ -45,19 +48,31 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self.name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader, self.action)
-        return spec
+        # Whoever only looks whether the module is there asks too, so this finder stays until the module is imported.
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Then(spec.loader, self.imported)
+                return spec
+        return None
+
+    def imported(self) -> None:
+        """Act, and be gone."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self.action()
 
 
 class _Then(importlib.abc.Loader):
-    """A loader that runs ``action`` after the module."""
+    """A loader that calls ``then`` after the module has run, and is the module's own loader in everything else."""
 
-    def __init__(self, loader: Any, action: Callable[[], None]) -> None:
+    def __init__(self, loader: Any, then: Callable[[], None]) -> None:
         self.loader = loader
-        self.action = action
+        self.then = then
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["loader"], name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
@@ -66,15 +81,16 @@ class _Then(importlib.abc.Loader):
         self.loader.exec_module(module)
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
-        self.action()
+        self.then()
 
 
-def watch_transformers() -> None:
-    """Register the configs of all families with transformers, now or when it is imported."""
-    if _CONFIGS in sys.modules:
-        _register_configs()
-    else:
-        sys.meta_path.insert(0, _AfterImport(_CONFIGS, _register_configs))
+def watch() -> None:
+    """Register with transformers and with timm, each now or when it is imported."""
+    for name, action in ((_CONFIGS, _register_configs), ("timm", _register_with_timm)):
+        if name in sys.modules:
+            action()
+        else:
+            sys.meta_path.insert(0, _AfterImport(name, action))
 
 
 def register_config_if_loaded(host: Host) -> None:
@@ -131,3 +147,7 @@ def _register_config(host: Host) -> None:
 
     StandIn.__name__ = f"Residual{host.prefix}Config"
     sys.modules[_CONFIGS].AutoConfig.register(host.residual_type, StandIn, exist_ok=True)
+
+
+def _register_with_timm() -> None:
+    importlib.import_module(f"{__package__}.timm_models")
