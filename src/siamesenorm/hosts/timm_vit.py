@@ -95,9 +95,7 @@ class ResidualViTBlock(Block, TimmBlock):
         if isinstance(x, Tensor):
             site = getattr(self, self.sublayers[0].residual).site
             if not site.first_block:
-                raise ConfigError(
-                    f"block {site.block} takes the streams that the block before it returns, not a tensor"
-                )
+                raise ConfigError(f"block {site.block} takes the streams of the block before it, not a tensor")
             x = open_streams(self.scheme, x)
         run = partial(self._run, {"attn_mask": attn_mask, "is_causal": is_causal})
         # Streams are flat arguments: a reentrant checkpoint loses the gradients of tensors in a tuple.
@@ -149,10 +147,10 @@ class BareReadout(ReadoutNorm, nn.Identity):
 class ResidualViT(nn.Module):
     """Mixin over timm's ``VisionTransformer``, or a class derived from it, whose blocks are rewired.
 
-    A feature "after block i", here and wherever timm returns such features, is one tensor: the readout of the streams
-    that block i returns, closed by the model's own readout, which is the one at the end of the blocks. With
-    ``norm=True``, the module ``norm`` follows it as it does at the end; where timm norms behind the pooling, that module
-    has no norm, in timm as here.
+    A feature "after block i", here and wherever timm returns such features, is one tensor: the streams that block i
+    returns, closed by the model's own readout, which is the one at the end of the blocks. With ``norm=True``, the
+    module ``norm`` follows it as it does at the end; where timm norms behind the pooling, that module has no norm, in
+    timm as here.
 
     Args:
         *args: as for timm's class.
@@ -324,7 +322,7 @@ def _empty(host_class: type[Any]) -> Any:
 
 def _own_way(cls: type[Any], name: str) -> ConfigError:
     return ConfigError(
-        f"cannot rewire a {cls.__name__}: its {name} is not VisionTransformer's, and may not know what to do with streams"
+        f"cannot rewire a {cls.__name__}: its {name} is not VisionTransformer's, and may not know what streams are"
     )
 
 
@@ -343,15 +341,15 @@ def _check(model: Any, scheme: Scheme) -> None:
         where = f"cannot rewire this {type(model).__name__}: its block {site.block}"
         if type(block) is not TimmBlock:
             raise ConfigError(
-                f"{where} is a {type(block).__name__}, and of timm's blocks only 'Block' has attention and MLP one after "
-                "the other, each with a norm before it"
+                f"{where} is a {type(block).__name__}, and of timm's blocks only 'Block' has attention and MLP one "
+                "after the other, each with a norm before it"
             )
         if not isinstance(block.attn, Attention | DiffAttention):
             raise ConfigError(f"{where} has a {type(block.attn).__name__}: known are Attention and DiffAttention")
         if (heads := scheme.branch_norms(site)) and type(block.attn) is not Attention:
             raise ConfigError(
-                f"scheme '{scheme.name}' wants {', '.join(heads)} normalised per head, which is known of timm's Attention "
-                f"alone; block {site.block} has a {type(block.attn).__name__}"
+                f"scheme '{scheme.name}' wants {', '.join(heads)} normalised per head, which is known of timm's "
+                f"Attention alone; block {site.block} has a {type(block.attn).__name__}"
             )
         path = getattr(block, _DROP_PATHS[site.kind])
         if not isinstance(path, nn.Identity) and not (type(path) is DropPath and path.scale_by_keep):

@@ -30,7 +30,7 @@ _PREPROCESSING = {
     "classifier": "head",
 }
 
-default_cfgs = generate_default_cfgs({name: _PREPROCESSING for name in __all__})
+default_cfgs = generate_default_cfgs(dict.fromkeys(__all__, _PREPROCESSING))
 
 
 @register_model
@@ -53,8 +53,8 @@ def _deit(variant: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
         source = resolve_pretrained_cfg(variant, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay"))
         if not (source.has_weights or source.state_dict):
             raise ConfigError(
-                f"there are no pretrained weights of '{variant}': leave pretrained at False, or name a file of your own "
-                "with pretrained_cfg_overlay={'file': ...}"
+                f"there are no pretrained weights of '{variant}': leave pretrained at False, or name a file of your "
+                "own with pretrained_cfg_overlay={'file': ...}"
             )
     if kwargs.get("feature_cls", "getter") != "getter":
         raise ConfigError(
