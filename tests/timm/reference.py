@@ -78,11 +78,11 @@ def attention(w: Mapping[str, Tensor], block: str, heads: int, eps: float) -> Fu
     if "norm.weight" not in own:
         return attend
     # Before the output projection, which is taken out for it.
-    width = own["proj.weight"].shape[-1]
-    bare = {**maps, "o.weight": torch.eye(width, dtype=own["proj.weight"].dtype), "o.bias": torch.zeros(width)}
+    out, bias = own["proj.weight"], own["proj.bias"]
+    bare = {**maps, "o.weight": torch.eye(out.shape[1], dtype=out.dtype), "o.bias": torch.zeros_like(bias)}
     inner = Attention(bare, heads, None, norms, everyone, torch.zeros(1, 1))
     after = norm_of(own, "norm", "layer", eps)
-    return lambda u: F.linear(after(inner(u)), own["proj.weight"], own["proj.bias"])
+    return lambda u: F.linear(after(inner(u)), out, bias)
 
 
 def mlp(w: Mapping[str, Tensor], block: str) -> Function:

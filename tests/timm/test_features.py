@@ -7,6 +7,7 @@ import copy
 import pytest
 import timm
 import torch
+from timm.models._features import FeatureGetterNet
 
 from siamesenorm import hosts
 from siamesenorm.probes import capture_streams
@@ -109,11 +110,10 @@ def test_stopping_early_runs_no_more_blocks():
 @pytest.mark.parametrize("pool", ["token", "avg"])
 @pytest.mark.parametrize("norm", [False, True])
 def test_features_only(pool, norm):
-    extractor = created(features_only=True, out_indices=[0, 2], global_pool=pool, feature_cls="getter", norm=norm) if (
-        norm
-    ) else created(features_only=True, out_indices=[0, 2], global_pool=pool)  # fmt: skip
     whole = created(global_pool=pool).eval()
-    extractor.eval()
+    extractor = created(features_only=True, out_indices=[0, 2], global_pool=pool).eval()
+    if norm:
+        extractor = FeatureGetterNet(copy.deepcopy(whole), [0, 2], norm=True)
     names = {n.removeprefix("model.") for n in extractor.state_dict()}
     missing = {n for n in whole.state_dict() if n.startswith(("head", "fc_norm"))}
     missing |= set() if norm else {n for n in whole.state_dict() if n in ("norm.weight", "norm.bias")}
@@ -162,7 +162,7 @@ def test_what_can_be_wrong():
     model = rewired()
     with pytest.raises(ConfigError, match="output_fmt is 'NCHW' or 'NLC', not 'NHWC'"):
         model.forward_intermediates(images(), output_fmt="NHWC")
-    with pytest.raises(ConfigError, match="block 1 takes the streams that the block before it returns"):
+    with pytest.raises(ConfigError, match="block 1 takes the streams of the block before it"):
         model.blocks[1](torch.randn(2, 17, 48))
     with pytest.raises(ConfigError, match="these blocks return streams: leave it at 'getter'"):
         created(features_only=True, feature_cls="hook")

@@ -22,6 +22,7 @@ and comes back by the same steps, as timm saves weights alone::
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
@@ -37,7 +38,17 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..residual import Block, ConfigError, Scheme, close_streams, make_scheme, open_streams, stack_sites, through
+from ..residual import (
+    Block,
+    ConfigError,
+    Readout,
+    Scheme,
+    close_streams,
+    make_scheme,
+    open_streams,
+    stack_sites,
+    through,
+)
 from ..residual.scheme import Streams
 from .block import Placed, ReadoutNorm
 from .configs import scheme_of, scheme_to_dict
@@ -47,7 +58,7 @@ from .surgery import apply_gains, check_sites, install_block, install_readout, w
 
 __all__ = ["BareReadout", "HeadNormedViTAttention", "ResidualViT", "ResidualViTBlock", "residual_class", "rewire"]
 
-HOST = Host(
+_HOST = Host(
     name="timm_vit",
     modeling="timm.models.vision_transformer",
     prefix="VisionTransformer",
@@ -56,7 +67,7 @@ HOST = Host(
     mlp_weights=("mlp.fc1", "mlp.fc1_g", "mlp.fc1_x", "mlp.fc2"),
     blocks="blocks",
 )
-_KINDS = tuple(branch.kind for branch in HOST.branches)
+_KINDS = tuple(branch.kind for branch in _HOST.branches)
 _LAYER_SCALES = {"attention": "ls1", "mlp": "ls2"}
 _DROP_PATHS = {"attention": "drop_path1", "mlp": "drop_path2"}
 # Exactly these: what derives from them may do more, such as an activation.
@@ -144,7 +155,7 @@ class BareReadout(ReadoutNorm, nn.Identity):
     """The end of the blocks where no norm follows: closes the stack, and is the identity for a readout."""
 
 
-class ResidualViT(nn.Module):
+class ResidualViT(VisionTransformer):
     """Mixin over timm's ``VisionTransformer``, or a class derived from it, whose blocks are rewired.
 
     A feature "after block i", here and wherever timm returns such features, is one tensor: the streams that block i
@@ -167,6 +178,7 @@ class ResidualViT(nn.Module):
 
     host_class: type[Any]
     residual_scheme: dict[str, Any]
+    norm: Any
 
     def __init__(
         self,
@@ -284,7 +296,7 @@ class ResidualViT(nn.Module):
 
 
 @functools.cache
-def residual_class(host_class: type[Any]) -> type[Any]:
+def residual_class(host_class: Any) -> type[Any]:
     """The rewired counterpart of timm's ``VisionTransformer`` or a class derived from it.
 
     Raises:
@@ -308,15 +320,16 @@ def rewire(model: Any, scheme: Scheme, *, init: bool = False) -> Any:
     for name in _THROUGH_THE_BLOCKS:
         if name in vars(model):
             raise _own_way(type(model), name)
-    made_class = residual_class(type(model))
+    cls: Any = type(model)
+    made_class = residual_class(cls)
     _check(model, scheme)
     model.__class__ = made_class
     warn_of_removed(scheme, _install(model, scheme, init=init))
     return model
 
 
-def _empty(host_class: type[Any]) -> Any:
-    made_class = residual_class(host_class)
+def _empty(host_class: Any) -> Any:
+    made_class: Any = residual_class(host_class)
     return made_class.__new__(made_class)
 
 
@@ -336,7 +349,7 @@ def _check(model: Any, scheme: Scheme) -> None:
         raise ConfigError(f"cannot rewire a {type(model).__name__} without blocks")
     sites = stack_sites(len(model.blocks), _KINDS)
     check_sites(scheme, sites)
-    for site in sites:
+    for site, branch in zip(sites, itertools.cycle(_HOST.branches)):
         block = model.blocks[site.block]
         where = f"cannot rewire this {type(model).__name__}: its block {site.block}"
         if type(block) is not TimmBlock:
@@ -354,7 +367,7 @@ def _check(model: Any, scheme: Scheme) -> None:
         path = getattr(block, _DROP_PATHS[site.kind])
         if not isinstance(path, nn.Identity) and not (type(path) is DropPath and path.scale_by_keep):
             raise ConfigError(f"{where} has stochastic depth of another kind than a scaling DropPath: {path}")
-        _check_norm(getattr(block, HOST.branches[_KINDS.index(site.kind)].norm), where)
+        _check_norm(getattr(block, branch.norm), where)
     if not isinstance(model.norm, nn.Identity):
         _check_norm(model.norm, f"cannot rewire this {type(model).__name__}: it")
 
@@ -367,13 +380,13 @@ def _check_norm(norm: nn.Module, where: str) -> None:
 
 def _install(model: Any, scheme: Scheme, *, init: bool) -> list[str]:
     """Rewire a model that was checked; the names of trained norms that were removed."""
-    norms = HostNorms(HOST)
+    norms = HostNorms(_HOST)
     sites = stack_sites(len(model.blocks), _KINDS)
     some_norm = model.blocks[0].norm1
     removed = []
     for index, block in enumerate(model.blocks):
         here = sites[index * len(_KINDS) : (index + 1) * len(_KINDS)]
-        sublayers = tuple(((branch,), site) for branch, site in zip(HOST.branches, here, strict=True))
+        sublayers = tuple(((branch,), site) for branch, site in zip(_HOST.branches, here, strict=True))
         removed += [f"blocks.{index}.{name}" for name in install_block(block, scheme, norms, sublayers, _swap_class)]
         for placed, site in zip(block.sublayers, here, strict=True):
             path = getattr(block, _DROP_PATHS[site.kind])
@@ -391,14 +404,14 @@ def _install(model: Any, scheme: Scheme, *, init: bool) -> list[str]:
 
 def _apply_gains(model: Any, scheme: Scheme) -> None:
     for block in model.blocks:
-        apply_gains(HOST, scheme, block, [getattr(block, placed.residual).site for placed in block.sublayers])
+        apply_gains(_HOST, scheme, block, [getattr(block, placed.residual).site for placed in block.sublayers])
 
 
 def _swap_class(module: nn.Module) -> None:
     module.__class__ = ResidualViTBlock if isinstance(module, TimmBlock) else HeadNormedViTAttention
 
 
-def _bare(readout: nn.Module) -> BareReadout:
+def _bare(readout: Readout) -> BareReadout:
     bare = BareReadout().train(readout.training)
     bare.readout = readout
     return bare
