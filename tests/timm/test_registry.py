@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import sys
 import pytest
 import timm
 import torch
+from timm.utils import ParseKwargs
 
 from siamesenorm import hosts
 from siamesenorm.residual import ConfigError, make_scheme
@@ -116,6 +118,13 @@ def test_a_scheme_of_your_choice():
     assert hosts.scheme_of(timm.create_model(TINY, **SHAPE, scheme="mixln")).name == "mixln"
     made = make_scheme("hyper", n=2)
     assert hosts.scheme_of(timm.create_model(TINY, **SHAPE, scheme=made)) == made
+
+
+def test_a_scheme_from_the_command_line_of_timms_script():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model-kwargs", nargs="*", default={}, action=ParseKwargs)
+    given = parser.parse_args(["--model-kwargs", "scheme=siamese", "scheme_options={'x': 'hybrid'}"]).model_kwargs
+    assert hosts.scheme_of(timm.create_model(TINY, **SHAPE, **given)) == make_scheme("siamese", x="hybrid")
 
 
 def test_equal_seeds_give_timms_weights():

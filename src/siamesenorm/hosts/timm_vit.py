@@ -17,6 +17,9 @@ and comes back by the same steps, as timm saves weights alone::
     saved = torch.load(path)
     model = timm.create_model("vit_small_patch16_224")
     siamesenorm.rewire(model, siamesenorm.hosts.scheme_from_dict(saved["scheme"])).load_state_dict(saved["weights"])
+
+timm's training script knows no residual warm-up: a scheme with ``warmup_steps`` needs a loop that calls
+:func:`siamesenorm.residual.set_step`.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self.name:
+        if fullname != self.name or self not in sys.meta_path:
             return None
         # Whoever only looks whether the module is there asks too, so this finder stays until the module is imported.
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:

@@ -5,7 +5,10 @@ They are DeiT (arXiv 2012.12877) under a scheme, SiameseNorm unless another is a
     timm.create_model("siamese_deit_small_patch16_224", num_classes=100, scheme_options={"x": "hybrid"})
 
 ``scheme`` and ``scheme_options`` are as for :class:`siamesenorm.hosts.timm_vit.ResidualViT`; every other argument is
-timm's. timm imports this module while it is imported itself, so what is not needed to register is imported on use.
+timm's. So timm's ``train.py`` trains them once a line ``import siamesenorm`` is in it, with ``--model-kwargs
+"scheme_options={'x': 'hybrid'}"``.
+
+This module is imported when timm is, so what is not needed to register is imported on use.
 """
 
 from __future__ import annotations
