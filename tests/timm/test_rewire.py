@@ -7,11 +7,12 @@ import logging
 import pickle
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import timm
 import torch
-from timm.layers import Attention, DropPath, LayerNorm
+from timm.layers import Attention, DropPath, LayerNorm, RmsNorm
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block as TimmBlock
 from timm.models.vision_transformer import ParallelScalingBlock, ParallelThingsBlock, ResPostBlock, VisionTransformer
@@ -208,6 +209,7 @@ REFUSED = {
     "it has a norm of unknown kind, BatchNorm1d; known are LayerNorm, LayerNormFp32, RmsNorm, RmsNormFp32": lambda: (
         with_norm(host())
     ),
+    "cannot tell what kind of norm a RmsNorm is": lambda: host(norm_layer=partial(RmsNorm, affine=False)),
     "its block 1 has stochastic depth of another kind": lambda: unscaled(host()),
     "cannot rewire a ByHand: its forward_features is not VisionTransformer's": lambda: ByHand(**SHAPE),
     "cannot rewire a VisionTransformer: its forward_features is not": lambda: patched(host()),

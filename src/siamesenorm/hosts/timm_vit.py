@@ -379,6 +379,7 @@ def _check_norm(norm: nn.Module, where: str) -> None:
     if type(norm) not in _NORMS:
         known = ", ".join(dict.fromkeys(cls.__name__ for cls in _NORMS))
         raise ConfigError(f"{where} has a norm of unknown kind, {type(norm).__name__}; known are {known}")
+    HostNorms(_HOST).spec(norm)
 
 
 def _install(model: Any, scheme: Scheme, *, init: bool) -> list[str]:
