@@ -456,7 +456,10 @@ _LEAST: dict[str, float] = {
 _ABOVE_ZERO = (
     "optim.lr", "optim.eps", "train.max_grad_norm", "diffusion.beta_start", "diffusion.beta_end", "data.crop_fraction",
 )  # fmt: skip
-_BELOW_ONE = ("optim.beta1", "optim.beta2", "train.ema_decay", "loss.label_smoothing", "diffusion.label_dropout")
+_BELOW_ONE = (
+    "optim.beta1", "optim.beta2", "train.ema_decay", "loss.label_smoothing", "diffusion.label_dropout",
+    "diffusion.beta_start", "diffusion.beta_end",
+)  # fmt: skip
 _SHARES = ("schedule.final_fraction", "augment.erase", "augment.random_crop", "data.crop_fraction")
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "data.channels": (1, 3),
