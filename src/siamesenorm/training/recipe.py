@@ -213,7 +213,8 @@ class SampleRecipe:
 
 @dataclass(frozen=True)
 class PictureRecipe:
-    """The pictures that a finished run draws: ``per_class`` of each class at each ``guidance`` scale (1 is none).
+    """The pictures that a finished run draws: ``per_class`` of each class at each ``guidance`` scale (1 is none); of
+    many classes, the first hundred.
 
     ``sampler`` is one of ``siamesenorm sample``'s, run for ``steps``. With ``distance_images``, so many more are drawn
     without guidance and compared with the held-out ones: the Fréchet distance of their features in a classifier of the

@@ -214,13 +214,13 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
                 pipeline, labels, steps=wanted.steps, guidance=guidance, sampler=wanted.sampler, seed=self.recipe.seed
             )
 
-        classes = range(len(data.classes))
         if wanted.per_class:
             note(f"drawing samples at guidance {', '.join(f'{scale:g}' for scale in wanted.guidance)}")
-            labels = [label for label in classes for _ in range(wanted.per_class)]
+            labels = [label for label in range(len(classes)) for _ in range(wanted.per_class)]
             drawn = [(f"guidance {scale:g}", draw(labels, scale)) for scale in wanted.guidance]
+            classes = data.classes[: pictures.MOST_ROWS]
             sheets = [(title, pictures.sheet(made, wanted.per_class)) for title, made in drawn]
-            pictures.samples(sheets, data.classes, folder / SAMPLES)
+            pictures.samples(sheets, classes, folder / SAMPLES)
         if not wanted.distance_images:
             return {}
         note(f"drawing {wanted.distance_images:,} samples for the Fréchet distance")
