@@ -262,7 +262,7 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
 
     def next_command(self, path: Path) -> str:
         """Drawing more."""
-        return f"siamesenorm sample {path} --guidance 2"
+        return f"siamesenorm sample {path} --guidance {2 if self.recipe.diffusion.label_dropout else 1}"
 
     def example_loss(self, model: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensor:
         """The loss of `example`."""
