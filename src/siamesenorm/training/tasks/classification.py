@@ -262,11 +262,17 @@ class ClassObjective(Objective):
         self.erase = erase
 
     def prepare(self, batch: Batch) -> Batch:
-        """``pixel_values``, and ``labels`` (batch,) or, mixed, their shares (batch, classes)."""
+        """``pixel_values``, and ``labels`` (batch,) or, mixed, their shares (batch, classes).
+
+        Raises:
+            ConfigError: images are to be mixed, and there is an odd number of them.
+        """
         images, labels = self.normalise(batch["images"]), batch["labels"]
         if self.erase is not None:
             images = self.erase(images)
         if self.mix is not None:
+            if len(labels) % 2:
+                raise ConfigError(f"augment.mixup and cutmix pair images; a process's share of {len(labels)} is odd")
             images, labels = self.mix(images, labels)
         return {"pixel_values": images, "labels": labels}
 
