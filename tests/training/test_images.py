@@ -12,16 +12,18 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
+from siamesenorm import hosts
 from siamesenorm.data import images
 from siamesenorm.residual import ConfigError
 from siamesenorm.training import augment, sampling
+from siamesenorm.training.normalise import Normalise
 from siamesenorm.training.recipe_files import load
 from siamesenorm.training.run import train
 from siamesenorm.training.run_folder import read_metrics
-from tests.training.test_distributed import run_all
-from tests.training.test_run import Killed, assert_same, kill, weights
 from siamesenorm.training.tasks import task_of
 from siamesenorm.training.tasks.classification import ClassObjective
+from tests.training.test_distributed import run_all
+from tests.training.test_run import Killed, assert_same, kill, weights
 from tests.training.tiny import Watcher
 from tests.training.tiny_images import write_recipes
 
@@ -191,6 +193,8 @@ REFUSED = {
         ("diffusion.label_dropout=0", "which cannot be guided"),
         ("model.config.sample_size=4", "sample_size is 4, and the data says 8"),
         ("sample.guidance=-1", "sample.guidance must be numbers of at least 0"),
+        ("sample.distance_images=1", "must be 0 or at least 2"),
+        ("diffusion.beta_end=2", "diffusion.beta_end must be at least 0 and below 1"),
     ],
 }
 
@@ -214,10 +218,10 @@ def test_augmentation_of_timm_says_what_it_needs(recipe, tmp_path, monkeypatch):
             train(recipe("tiny-vit", override), tmp_path / "run", Watcher())
 
 
-def test_images_of_a_folder_are_read_by_workers(recipe, tmp_path):
+def cats_and_dogs(folder):
     generator = np.random.default_rng(0)
     for name in ("cat", "dog"):
-        (tmp_path / "set" / name).mkdir(parents=True)
+        (folder / name).mkdir(parents=True)
         for index in range(20):
             bright = 60 if name == "cat" else 190
             pixels = generator.integers(bright - 50, bright + 50, (12, 9, 3), dtype=np.uint8)
