@@ -181,6 +181,8 @@ REFUSED = {
         ("train.ema_decay=1.0", "train.ema_decay must be at least 0 and below 1"),
         ("data.sha256=abc", "not those that data.sha256 asks for"),
         ("data.sequence_length=3", "belongs to the task causal-lm"),
+        ("diffusion.timesteps=3", "belongs to the task class-conditional-diffusion"),
+        ("task=causal-lm", "unknown key 'augment' in the recipe; it belongs to the task image-classification"),
         ("data.source=digit", "there is no file or folder digit; images are 'digits'"),
         ("model.pretrained=somewhere", "model.pretrained is for language models"),
     ],

@@ -355,7 +355,12 @@ def nearest_key(key: str, kind: type[Recipe]) -> str:
     same_leaf = [valid for valid in keys if valid.rsplit(".", 1)[-1] == leaf]
     if len(same_leaf) == 1:
         return f"did you mean '{same_leaf[0]}'?"
-    elsewhere = [task for task, other in TASKS.items() if other is not kind and key in valid_keys(other)]
+    # A key with others below it is no valid one of its own.
+    elsewhere = [
+        task
+        for task, other in TASKS.items()
+        if other is not kind and any(f"{valid}.".startswith(f"{key}.") for valid in valid_keys(other))
+    ]
     return f"it belongs to the task {elsewhere[0]}" if elsewhere else nearest(key, keys)
 
 
