@@ -88,6 +88,7 @@ def test_a_diffusion_model_goes_through_every_command(run, recipes):
     refused(run("sample", "first", "--out", "picture.jpg"), "--out must end with .png")
     refused(run("generate", "first", "--prompt", "a"), "siamesenorm sample draws from it")
     refused(run("eval", "first/model"), "without its run")
+    refused(run("eval", "first", "--images", "400"), "--images asks for 400 held-out images, and there are 359")
     refused(run("eval", "first", "--source", "digits"), "--source is not for diffusion models")
 
     measured = json.loads(run("eval", "first", "--json")[1])

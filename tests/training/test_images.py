@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,12 +12,16 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
+from siamesenorm import hosts
 from siamesenorm.data import images
 from siamesenorm.residual import ConfigError
 from siamesenorm.training import augment, sampling
+from siamesenorm.training.normalise import Normalise
 from siamesenorm.training.recipe_files import load
 from siamesenorm.training.run import train
 from siamesenorm.training.run_folder import read_metrics
+from siamesenorm.training.tasks import task_of
+from siamesenorm.training.tasks.classification import ClassObjective
 from tests.training.test_distributed import run_all
 from tests.training.test_run import Killed, assert_same, kill, weights
 from tests.training.tiny import Watcher
@@ -176,6 +181,8 @@ REFUSED = {
         ("train.ema_decay=1.0", "train.ema_decay must be at least 0 and below 1"),
         ("data.sha256=abc", "not those that data.sha256 asks for"),
         ("data.sequence_length=3", "belongs to the task causal-lm"),
+        ("diffusion.timesteps=3", "belongs to the task class-conditional-diffusion"),
+        ("task=causal-lm", "unknown key 'augment' in the recipe; it belongs to the task image-classification"),
         ("data.source=digit", "there is no file or folder digit; images are 'digits'"),
         ("model.pretrained=somewhere", "model.pretrained is for language models"),
     ],
@@ -188,6 +195,8 @@ REFUSED = {
         ("diffusion.label_dropout=0", "which cannot be guided"),
         ("model.config.sample_size=4", "sample_size is 4, and the data says 8"),
         ("sample.guidance=-1", "sample.guidance must be numbers of at least 0"),
+        ("sample.distance_images=1", "must be 0 or at least 2"),
+        ("diffusion.beta_end=2", "diffusion.beta_end must be at least 0 and below 1"),
     ],
 }
 
@@ -211,14 +220,47 @@ def test_augmentation_of_timm_says_what_it_needs(recipe, tmp_path, monkeypatch):
             train(recipe("tiny-vit", override), tmp_path / "run", Watcher())
 
 
-def test_images_of_a_folder_are_read_by_workers(recipe, tmp_path):
+def cats_and_dogs(folder):
     generator = np.random.default_rng(0)
     for name in ("cat", "dog"):
-        (tmp_path / "set" / name).mkdir(parents=True)
+        (folder / name).mkdir(parents=True)
         for index in range(20):
             bright = 60 if name == "cat" else 190
             pixels = generator.integers(bright - 50, bright + 50, (12, 9, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(tmp_path / "set" / name / f"{index}.png")
+            Image.fromarray(pixels).save(folder / name / f"{index}.png")
+
+
+def test_what_the_distance_lacks_is_missed_at_the_beginning(recipe, tmp_path):
+    cats_and_dogs(tmp_path / "set")
+    wanted = ["sample.distance_images=4"]
+    few = [f"data.source={tmp_path / 'set'}", "data.validation_images=null", "train.batch_size=8"]
+    with pytest.raises(ConfigError, match=r"vit-tiny cannot be trained on these images.*train.batch_size \(64\)"):
+        train(recipe("tiny-dit", *wanted, *few), tmp_path / "run", Watcher())
+    colour = {"image_size": 8, "num_channels": 3, "patch_size": 4, "hidden_size": 8, "num_hidden_layers": 1}
+    hosts.build("vit", colour | {"num_attention_heads": 1, "intermediate_size": 8}, "pre").save_pretrained(
+        tmp_path / "colour"
+    )
+    Normalise((0.5,), (0.5,)).save(tmp_path / "colour", 8, 3)
+    wanted.append(f"sample.classifier={tmp_path / 'colour'}")
+    with pytest.raises(ConfigError, match="takes images of 3 channels, not 1"):
+        train(recipe("tiny-dit", *wanted), tmp_path / "run", Watcher())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_cannot_be_guided_is_not_said_to_be(recipe):
+    made = recipe("tiny-dit", "diffusion.label_dropout=0", "sample.guidance=1")
+    assert task_of(made).next_command(Path("a")) == "siamesenorm sample a --guidance 1"
+
+
+def test_an_odd_share_of_a_batch_cannot_be_mixed():
+    objective = ClassObjective(Normalise((0.5,), (0.5,)), torch.device("cpu"), mix=lambda *batch: batch)
+    batch = {"images": torch.zeros(3, 1, 2, 2), "labels": torch.zeros(3, dtype=torch.long)}
+    with pytest.raises(ConfigError, match="pair images; a process's share of 3 is odd"):
+        objective.prepare(batch)
+
+
+def test_images_of_a_folder_are_read_by_workers(recipe, tmp_path):
+    cats_and_dogs(tmp_path / "set")
     changes = [
         f"data.source={tmp_path / 'set'}",
         "data.channels=3",

@@ -176,11 +176,13 @@ def _denoise(path: Path, recipe: Any, count: int | None, batch_size: int) -> dic
     from siamesenorm.training.processes import ALONE
     from siamesenorm.training.sampling import load_pipeline
     from siamesenorm.training.tasks import task_of
+    from siamesenorm.training.tasks.images import chosen
 
+    data = task_of(recipe).load(ALONE)
     if count is not None:
+        chosen(data.validation, count, "--images")
         recipe = replace(recipe, data=replace(recipe.data, validation_images=count))
     task = task_of(recipe)
-    data = task.load(ALONE)
     task.pinned(data)
     device = _device()
     model = load_pipeline(path).transformer.to(device)

@@ -29,10 +29,11 @@ def shifted(images: Tensor, most: int, generator: torch.Generator) -> Tensor:
                   rows[:, None, :, None], columns[:, None, None, :]]  # fmt: skip
 
 
-def crops(recipe: AugmentRecipe, size: int, *, flip: bool) -> Callable[[Any], np.ndarray] | None:
+def crops(recipe: AugmentRecipe, size: int, channels: int, *, flip: bool) -> Callable[[Any], np.ndarray] | None:
     """timm's random crop and policy over PIL images, to (channels, size, size) of bytes; ``None`` where none is asked.
 
-    It draws from the generators of Python, numpy and torch.
+    A policy without a random crop is given the centre of an image. All of it draws from the generators of Python, numpy
+    and torch.
 
     Raises:
         ConfigError: timm is not installed, or does not know the policy.
@@ -45,11 +46,15 @@ def crops(recipe: AugmentRecipe, size: int, *, flip: bool) -> Callable[[Any], np
             size,
             is_training=True,
             use_prefetcher=True,
-            scale=None if recipe.random_crop is None else (recipe.random_crop, 1.0),
+            # timm's defaults crop to 0.08 of the area.
+            scale=(1.0 if recipe.random_crop is None else recipe.random_crop, 1.0),
+            ratio=(1.0, 1.0) if recipe.random_crop is None else None,
             hflip=0.5 if flip else 0.0,
             color_jitter=None,
             auto_augment=recipe.auto_augment,
             interpolation="bicubic",
+            # What fills an image that a policy has moved: a colour, or a shade of grey.
+            mean=data.constants.IMAGENET_DEFAULT_MEAN if channels == 3 else (0.5,),
         )
     except (AssertionError, ValueError, KeyError) as error:
         raise ConfigError(f"timm cannot make augment.auto_augment={recipe.auto_augment}: {one_line(error)}") from error

@@ -10,6 +10,8 @@ import numpy as np
 
 from siamesenorm.data.images import ImageSplit
 
+# A picture of more is too high to be drawn, let alone looked at.
+MOST_ROWS = 100
 _MOST_NAMED = 25
 _MOST_MISTAKES = 40
 

@@ -77,14 +77,14 @@ class Classification(ImageTask[ClassificationRecipe]):
                 raise ConfigError(f"data.{name} has {len(numbers)} numbers for {channels} channels")
         if needs_data:
             size = model.config.image_size
-            augment.crops(recipe.augment, size, flip=recipe.data.flip)
+            augment.crops(recipe.augment, size, channels, flip=recipe.data.flip)
             augment.eraser(recipe.augment)
             mixed = augment.mixer(recipe.augment, model.config.num_labels, recipe.loss.label_smoothing)
             if mixed is not None and recipe.train.batch_size % 2:
                 raise ConfigError(f"augment.mixup and cutmix pair images; batches of {recipe.train.batch_size} are odd")
             if recipe.augment.shift >= (size if isinstance(size, int) else min(size)):
                 raise ConfigError(f"augment.shift ({recipe.augment.shift}) moves images of {size} pixels out of sight")
-            if recipe.augment.shift and augment.crops(recipe.augment, size, flip=False) is not None:
+            if recipe.augment.shift and augment.crops(recipe.augment, size, channels, flip=False) is not None:
                 raise ConfigError("augment.shift and augment.random_crop or auto_augment both move the image; use one")
 
     def objective(self, model: Any, data: ImageArrays, device: torch.device) -> ClassObjective:
@@ -108,7 +108,7 @@ class Classification(ImageTask[ClassificationRecipe]):
     def batches(self, data: ImageArrays) -> PixelBatches:
         """Images, changed at random as the recipe says."""
         wanted, changes = self.recipe.data, self.recipe.augment
-        crop = augment.crops(changes, data.image_size, flip=wanted.flip)
+        crop = augment.crops(changes, data.image_size, data.channels, flip=wanted.flip)
         return PixelBatches(data.train, data.sha256, wanted.workers, wanted.flip, changes.shift, crop)
 
     def validate(
@@ -262,11 +262,17 @@ class ClassObjective(Objective):
         self.erase = erase
 
     def prepare(self, batch: Batch) -> Batch:
-        """``pixel_values``, and ``labels`` (batch,) or, mixed, their shares (batch, classes)."""
+        """``pixel_values``, and ``labels`` (batch,) or, mixed, their shares (batch, classes).
+
+        Raises:
+            ConfigError: images are to be mixed, and there is an odd number of them.
+        """
         images, labels = self.normalise(batch["images"]), batch["labels"]
         if self.erase is not None:
             images = self.erase(images)
         if self.mix is not None:
+            if len(labels) % 2:
+                raise ConfigError(f"augment.mixup and cutmix pair images; a process's share of {len(labels)} is odd")
             images, labels = self.mix(images, labels)
         return {"pixel_values": images, "labels": labels}
 

@@ -16,7 +16,7 @@ from siamesenorm.data.images import ImageArrays
 from siamesenorm.data.latents import LatentArrays
 from siamesenorm.residual import ConfigError
 from siamesenorm.training import pictures, sampling
-from siamesenorm.training.frechet import Judge, distance, judge_for
+from siamesenorm.training.frechet import Judge, check_judge, distance, judge_for
 from siamesenorm.training.processes import ALONE, Processes
 from siamesenorm.training.recipe import DiffusionRecipe, ImageDiffusionRecipe
 from siamesenorm.training.settings import autocast_of
@@ -139,12 +139,15 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
                 "diffusion.label_dropout=0 makes a model without a null class, which cannot be guided: "
                 "sample.guidance=1"
             )
-        if not needs_data or not wanted.distance_images:
-            return
-        if wanted.classifier is not None:
-            Judge.load(Path(wanted.classifier))
-        elif latents.is_folder(recipe.data.source):
+        if wanted.distance_images == 1:
+            raise ConfigError("sample.distance_images must be 0 or at least 2: a single sample has no spread")
+        if wanted.distance_images and wanted.classifier is None and latents.is_folder(recipe.data.source):
             raise ConfigError("sample.distance_images needs a classifier of images in sample.classifier, or to be 0")
+        # What only the end of a run needs had better be missed at its beginning.
+        if needs_data and latents.is_folder(recipe.data.source):
+            latents.prepare(Path(recipe.data.source)).autoencoder()
+        if needs_data and wanted.distance_images:
+            check_judge(recipe, _images_of(self.images()))
 
     def objective(self, model: Any, data: Any, device: torch.device) -> NoiseObjective:
         """The error of the prediction, and the variational bound."""
@@ -214,20 +217,17 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
                 pipeline, labels, steps=wanted.steps, guidance=guidance, sampler=wanted.sampler, seed=self.recipe.seed
             )
 
-        classes = range(len(data.classes))
         if wanted.per_class:
+            classes = data.classes[: pictures.MOST_ROWS]
             note(f"drawing samples at guidance {', '.join(f'{scale:g}' for scale in wanted.guidance)}")
-            labels = [label for label in classes for _ in range(wanted.per_class)]
+            labels = [label for label in range(len(classes)) for _ in range(wanted.per_class)]
             drawn = [(f"guidance {scale:g}", draw(labels, scale)) for scale in wanted.guidance]
             sheets = [(title, pictures.sheet(made, wanted.per_class)) for title, made in drawn]
-            pictures.samples(sheets, data.classes, folder / SAMPLES)
+            pictures.samples(sheets, classes, folder / SAMPLES)
         if not wanted.distance_images:
             return {}
         note(f"drawing {wanted.distance_images:,} samples for the Fréchet distance")
-        held_out = data
-        if isinstance(data, LatentArrays):
-            made_of = data.encoded
-            held_out = images.prepare(made_of.source, image_size=made_of.image_size, channels=made_of.image_channels)
+        held_out = _images_of(data)
         judge = judge_for(self.recipe, image_size=held_out.image_size, channels=held_out.channels, note=note)
         # As often as they are held out, class by class.
         of = data.validation.labels
@@ -262,7 +262,7 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
 
     def next_command(self, path: Path) -> str:
         """Drawing more."""
-        return f"siamesenorm sample {path} --guidance 2"
+        return f"siamesenorm sample {path} --guidance {2 if self.recipe.diffusion.label_dropout else 1}"
 
     def example_loss(self, model: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensor:
         """The loss of `example`."""
@@ -359,6 +359,26 @@ def _held_out_batch(data: Any, indices: np.ndarray, generators: list[torch.Gener
         torch.cat([torch.as_tensor(drawn) for drawn, _ in found]),
         torch.cat([torch.as_tensor(labels) for _, labels in found]),
     )
+
+
+def _images_of(data: Any) -> ImageArrays:
+    """The images, also those that latents were made of."""
+    if isinstance(data, ImageArrays):
+        return data
+    encoded, arguments = data.encoded, data.facts.get("arguments") or {}
+    found = images.prepare(
+        encoded.source,
+        image_size=encoded.image_size,
+        channels=encoded.image_channels,
+        crop_fraction=arguments.get("crop_fraction", 1.0),
+    )
+    if found.sha256 != encoded.source_sha256:
+        raise ConfigError(
+            f"the latents in {data.source} were made of other images than there are now in {encoded.source}, or of "
+            "another split of them, so the Fréchet distance to those held out cannot be told: "
+            "sample.distance_images=0"
+        )
+    return found
 
 
 def _features(judge: Judge, split: Any) -> np.ndarray:
