@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import random
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +19,15 @@ from siamesenorm import hosts
 from siamesenorm.data import images
 from siamesenorm.residual import ConfigError
 from siamesenorm.training import augment, sampling
+from siamesenorm.training.engine import ImageLoader
 from siamesenorm.training.normalise import Normalise
+from siamesenorm.training.processes import ALONE
 from siamesenorm.training.recipe_files import load
 from siamesenorm.training.run import train
 from siamesenorm.training.run_folder import read_metrics
 from siamesenorm.training.tasks import task_of
 from siamesenorm.training.tasks.classification import ClassObjective
+from siamesenorm.training.tasks.images import PixelBatches
 from tests.training.test_distributed import run_all
 from tests.training.test_run import Killed, assert_same, kill, weights
 from tests.training.tiny import Watcher
@@ -257,6 +263,18 @@ def test_an_odd_share_of_a_batch_cannot_be_mixed():
     batch = {"images": torch.zeros(3, 1, 2, 2), "labels": torch.zeros(3, dtype=torch.long)}
     with pytest.raises(ConfigError, match="pair images; a process's share of 3 is odd"):
         objective.prepare(batch)
+
+
+def test_a_signal_to_the_workers_does_not_end_them(tmp_path):
+    digits = images.prepare("digits")
+    loader = ImageLoader(PixelBatches(digits.train, digits.sha256, workers=1), 100, 0, tmp_path, ALONE)
+    loader.reshuffle(1)
+    batches = iter(loader)
+    first = next(batches)
+    for worker in multiprocessing.active_children():
+        os.kill(worker.pid, signal.SIGTERM)
+    # More than the worker has read ahead.
+    assert len([first, *batches]) == 14
 
 
 def test_images_of_a_folder_are_read_by_workers(recipe, tmp_path):
