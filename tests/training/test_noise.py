@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from PIL import Image
 from torch.distributions import Normal, kl_divergence
 
-from siamesenorm.training.augment import crops, flipped, shifted
+from siamesenorm.training.augment import flipped, shifted
 from siamesenorm.training.average import WeightAverage
 from siamesenorm.training.frechet import distance
 from siamesenorm.training.normalise import Normalise
-from siamesenorm.training.recipe import AugmentRecipe, DiffusionRecipe
+from siamesenorm.training.recipe import DiffusionRecipe
 from siamesenorm.training.tasks.diffusion import Noise, NoiseObjective
 from siamesenorm.training.variational import Bound
 
@@ -183,16 +182,3 @@ def test_the_distance_of_two_sets():
     assert distance(a, b) == pytest.approx(expected, rel=1e-9)
     assert distance(a, a) == pytest.approx(0, abs=1e-9)
     assert distance(a, a + 3) == pytest.approx(4 * 9, rel=1e-9)
-
-
-@pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 3)])
-def test_a_policy_of_timm_without_a_random_crop_keeps_the_centre(mode, channels):
-    pytest.importorskip("timm")
-    pixels = torch.randint(0, 256, (20, 30, 3), generator=seeded(), dtype=torch.uint8).numpy()
-    image = Image.fromarray(pixels).convert(mode)
-    still = crops(AugmentRecipe(auto_augment="rand-m0-n1-p0.0"), 20, channels, flip=False)
-    expected = np.asarray(image.crop((5, 0, 25, 20))).reshape(20, 20, channels).transpose(2, 0, 1)
-    assert np.array_equal(still(image), expected)
-    # Rotations and shears among them fill what they uncover.
-    policy = crops(AugmentRecipe(auto_augment="rand-m9-mstd0.5-inc1"), 16, channels, flip=True)
-    assert {policy(image).shape for _ in range(60)} == {(channels, 16, 16)}

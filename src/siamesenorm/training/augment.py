@@ -77,14 +77,14 @@ def mixer(
     return made
 
 
-def eraser(recipe: AugmentRecipe) -> Callable[[Tensor], Tensor] | None:
-    """timm's random erasing over a batch of normalised images; ``None`` where none is asked for.
+def eraser(recipe: AugmentRecipe, device: str = "cpu") -> Callable[[Tensor], Tensor] | None:
+    """timm's random erasing over a batch of normalised images on a device; ``None`` where none is asked for.
 
     It draws from the generators of Python and torch.
     """
     if not recipe.erase:
         return None
-    made: Any = _timm_data("augment.erase").random_erasing.RandomErasing(recipe.erase, mode="pixel", device="cpu")
+    made: Any = _timm_data("augment.erase").random_erasing.RandomErasing(recipe.erase, mode="pixel", device=device)
     return made
 
 

@@ -97,7 +97,7 @@ class Classification(ImageTask[ClassificationRecipe]):
             autocast_of(recipe),
             smoothing,
             augment.mixer(recipe.augment, len(data.classes), smoothing),
-            augment.eraser(recipe.augment),
+            augment.eraser(recipe.augment, device.type),
         )
 
     @property
