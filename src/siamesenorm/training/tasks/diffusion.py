@@ -97,9 +97,12 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
         wanted = self.recipe.data
         if not latents.is_folder(wanted.source):
             return super().images()
-        for name in ("image_size", "channels", "crop_fraction", "flip"):
+        decided = {"image_size": "null", "channels": "null", "crop_fraction": "null", "flip": "false"}
+        for name, nothing in decided.items():
             if getattr(wanted, name):
-                raise ConfigError(f"data.{name} was decided when {wanted.source} was made of images; leave it out")
+                raise ConfigError(
+                    f"data.{name} was decided when {wanted.source} was made of images: give data.{name}={nothing}"
+                )
         found = latents.prepare(Path(wanted.source))
         scaling = found.encoded.autoencoder_config.get("scaling_factor") or 1.0
         if set(found.encoded.shift) != {0.0} or set(found.encoded.scale) != {float(scaling)}:
