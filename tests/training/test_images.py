@@ -96,7 +96,7 @@ def test_a_diffusion_models_run(recipe, tmp_path):
 @pytest.mark.parametrize("at", [*(pytest.param(at, marks=pytest.mark.slow) for at in (2, 4)), 5])
 def test_a_run_that_is_broken_off_is_the_same_in_the_end(recipe, tmp_path, monkeypatch, kind, at):
     # timm's erasing draws from Python's generator.
-    monkeypatch.setattr(augment, "eraser", lambda _: lambda images: images * random.random())
+    monkeypatch.setattr(augment, "eraser", lambda *_: lambda images: images * random.random())
     made = recipe(kind, *([] if kind == "tiny-vit" else ["sample.per_class=0"]))
     train(made, tmp_path / "unbroken", Watcher())
     with pytest.raises(Killed):
