@@ -99,7 +99,7 @@ def _read(
     from siamesenorm.training.evaluate import evaluate as measure
     from siamesenorm.training.evaluate import held_out_sequences
     from siamesenorm.training.limits import check_length, check_vocabulary, positions_of
-    from siamesenorm.training.settings import autocast_of
+    from siamesenorm.training.settings import autocast_of, best_device
 
     tokenizer = load_tokenizer(path)
     source = source or (recipe.data.source if recipe else corpus.NAME)
@@ -114,7 +114,7 @@ def _read(
     mask = DocumentMask(arrays.vocabulary.eos_id) if recipe is not None and recipe.data.document_masking else None
     if mask is not None:
         mask.check(model, length)
-    device = _device()
+    device = best_device()
     found = measure(
         model.to(device),
         held_out_sequences(arrays.held_out(), length, sequences),
@@ -139,7 +139,7 @@ def _look(
     from siamesenorm.data import digits
     from siamesenorm.data import images as image_sets
     from siamesenorm.training.normalise import Normalise
-    from siamesenorm.training.settings import autocast_of
+    from siamesenorm.training.settings import autocast_of, best_device
     from siamesenorm.training.tasks.classification import classify
     from siamesenorm.training.tasks.images import chosen, require_classes
 
@@ -154,7 +154,7 @@ def _look(
     if count is None and own is not None and source is None:
         count = own.validation_images
     numbers = chosen(found.validation, count, "--images")
-    device = _device()
+    device = best_device()
     with bar("images", len(numbers)) as advance:
         measured = classify(
             model.to(device),
@@ -175,6 +175,7 @@ def _denoise(path: Path, recipe: Any, count: int | None, batch_size: int) -> dic
 
     from siamesenorm.training.processes import ALONE
     from siamesenorm.training.sampling import load_pipeline
+    from siamesenorm.training.settings import best_device
     from siamesenorm.training.tasks import task_of
     from siamesenorm.training.tasks.images import chosen
 
@@ -184,13 +185,7 @@ def _denoise(path: Path, recipe: Any, count: int | None, batch_size: int) -> dic
         recipe = replace(recipe, data=replace(recipe.data, validation_images=count))
     task = task_of(recipe)
     task.pinned(data)
-    device = _device()
+    device = best_device()
     model = load_pipeline(path).transformer.to(device)
     found = task.validate(model, data, device=device, batch_size=batch_size)
     return {**found.figures(), **task.facts(data, found.figures())}
-
-
-def _device() -> Any:
-    import torch
-
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -15,12 +15,13 @@ from torch.nn import functional
 from siamesenorm.data.images import ImageArrays, ImageSplit
 from siamesenorm.residual import ConfigError
 from siamesenorm.training import augment, pictures
+from siamesenorm.training.evaluate import evaluating
 from siamesenorm.training.normalise import Normalise
 from siamesenorm.training.processes import ALONE, Processes
 from siamesenorm.training.recipe import ClassificationRecipe
-from siamesenorm.training.settings import autocast_of
+from siamesenorm.training.settings import autocast_of, autocasting
 from siamesenorm.training.tasks.base import Batch, Objective
-from siamesenorm.training.tasks.images import ImageTask, PixelBatches, shares
+from siamesenorm.training.tasks.images import ImageTask, PixelBatches
 
 CONFUSION, MISTAKES = "confusion.png", "mistakes.png"
 
@@ -191,10 +192,10 @@ def logits_of(
     processes: Processes = ALONE,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Of images by number, a batch at a time: logits (batch, classes) in float32, labels, and which of them count."""
-    for indices, counting in shares(numbers, batch_size, processes):
-        pixels, labels = split.batch(indices)
+    for rows, counting in processes.shares(len(numbers), batch_size):
+        pixels, labels = split.batch(numbers[rows])
         images = normalise(torch.from_numpy(pixels).to(device))
-        with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+        with autocasting(device.type, autocast):
             logits = model(pixel_values=images).logits
         yield logits.float(), torch.from_numpy(labels).to(device), counting.to(device)
 
@@ -224,20 +225,18 @@ def classify(
         processes: those that share the work, all calling this.
         progress: told how many images each batch had.
     """
-    was_training = model.training
-    model.eval()
     totals = torch.zeros(4, dtype=torch.float64, device=device)
     batches = logits_of(
         model, split, numbers, normalise, batch_size=batch_size, device=device, autocast=autocast, processes=processes
     )
-    for logits, labels, counting in batches:
-        logits, labels = logits[counting], labels[counting]
-        best = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
-        loss = functional.cross_entropy(logits, labels, reduction="sum")
-        totals += torch.stack([each.double() for each in (loss, best[:, 0].sum(), best.sum(), counting.sum())])
-        if progress is not None:
-            progress(len(counting))
-    model.train(was_training)
+    with evaluating(model):
+        for logits, labels, counting in batches:
+            logits, labels = logits[counting], labels[counting]
+            best = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+            loss = functional.cross_entropy(logits, labels, reduction="sum")
+            totals += torch.stack([each.double() for each in (loss, best[:, 0].sum(), best.sum(), counting.sum())])
+            if progress is not None:
+                progress(len(counting))
     loss, first, five, images = processes.sum(totals).tolist()
     return Classified(loss / images, first / images, five / images, int(images))
 
@@ -283,7 +282,7 @@ class ClassObjective(Objective):
     def sums(self, forward: Callable[..., Any], micro_batch: Batch) -> list[Tensor]:
         """Cross-entropy, in float32."""
         labels = micro_batch["labels"]
-        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+        with autocasting(self.device.type, self.autocast):
             logits = forward(pixel_values=micro_batch["pixel_values"]).logits
         # What is mixed has been smoothed with it.
         smoothing = self.smoothing if labels.ndim == 1 else 0.0

@@ -16,12 +16,13 @@ from siamesenorm.data.images import ImageArrays
 from siamesenorm.data.latents import LatentArrays
 from siamesenorm.residual import ConfigError
 from siamesenorm.training import pictures, sampling
+from siamesenorm.training.evaluate import evaluating, spread
 from siamesenorm.training.frechet import Judge, check_judge, distance, judge_for
 from siamesenorm.training.processes import ALONE, Processes
 from siamesenorm.training.recipe import DiffusionRecipe, ImageDiffusionRecipe
-from siamesenorm.training.settings import autocast_of
+from siamesenorm.training.settings import autocast_of, autocasting
 from siamesenorm.training.tasks.base import Batch, Objective
-from siamesenorm.training.tasks.images import ImageTask, PixelBatches, shares
+from siamesenorm.training.tasks.images import ImageTask, PixelBatches
 from siamesenorm.training.variational import Bound
 
 SAMPLES = "samples.png"
@@ -170,26 +171,25 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
         self, model: Any, data: Any, *, device: torch.device, batch_size: int, processes: Processes = ALONE
     ) -> Denoised:
         """The errors on the held-out images, each with a noise and a time step of its own that never change."""
-        was_training = model.training
-        model.eval()
         noise = Noise(self.recipe.diffusion)
         low, timesteps = autocast_of(self.recipe), self.recipe.diffusion.timesteps
         totals = torch.zeros(3, dtype=torch.float64, device=device)
         numbers = self.held_out(data)
-        for indices, counting in shares(numbers, batch_size, processes):
-            generators = [torch.Generator().manual_seed(int(index)) for index in indices]
-            x0, labels = _held_out_batch(data, indices, generators)
-            x0 = x0.to(device)
-            drawn = torch.stack([torch.randn(x0.shape[1:], generator=each) for each in generators]).to(device)
-            t = torch.stack([torch.randint(timesteps, (), generator=each) for each in generators]).to(device)
-            xt = noise.onto(x0, drawn, t)
-            with torch.autocast(device.type, dtype=low, enabled=low is not None):
-                out = model(hidden_states=xt, timestep=t, class_labels=labels.to(device)).sample
-            parts = noise.errors(out, x0, xt, drawn, t)
-            sums = [part[counting.to(device)].double().sum() for part in parts]
-            totals[: len(sums)] += torch.stack(sums)
-            totals[2] += counting.sum()
-        model.train(was_training)
+        with evaluating(model):
+            for rows, counting in processes.shares(len(numbers), batch_size):
+                indices = numbers[rows]
+                generators = [torch.Generator().manual_seed(int(index)) for index in indices]
+                x0, labels = _held_out_batch(data, indices, generators)
+                x0 = x0.to(device)
+                drawn = torch.stack([torch.randn(x0.shape[1:], generator=each) for each in generators]).to(device)
+                t = torch.stack([torch.randint(timesteps, (), generator=each) for each in generators]).to(device)
+                xt = noise.onto(x0, drawn, t)
+                with autocasting(device.type, low):
+                    out = model(hidden_states=xt, timestep=t, class_labels=labels.to(device)).sample
+                parts = noise.errors(out, x0, xt, drawn, t)
+                sums = [part[counting.to(device)].double().sum() for part in parts]
+                totals[: len(sums)] += torch.stack(sums)
+                totals[2] += counting.sum()
         loss, variational, count = processes.sum(totals).tolist()
         learned = self.recipe.diffusion.learned_sigma
         return Denoised(loss / count, variational / count if learned else None, int(count))
@@ -234,7 +234,7 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
         judge = judge_for(self.recipe, image_size=held_out.image_size, channels=held_out.channels, note=note)
         # As often as they are held out, class by class.
         of = data.validation.labels
-        labels = [int(label) for label in of[np.arange(wanted.distance_images) * len(of) // wanted.distance_images]]
+        labels = [int(label) for label in of[spread(len(of), wanted.distance_images)]]
         drawn_features = judge.features((draw(labels, 1.0) * 255).round().astype(np.uint8))
         real, trained = (_features(judge, split) for split in (held_out.validation, held_out.train))
         return {
@@ -306,7 +306,7 @@ class NoiseObjective(Objective):
     def sums(self, forward: Callable[..., Any], micro_batch: Batch) -> list[Tensor]:
         """Both errors."""
         x0, xt, noise, t = (micro_batch[name] for name in ("x0", "xt", "noise", "t"))
-        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+        with autocasting(self.device.type, self.autocast):
             out = forward(hidden_states=xt, timestep=t, class_labels=micro_batch["labels"]).sample
         return [part.sum() for part in self.noise.errors(out, x0, xt, noise, t)]
 
