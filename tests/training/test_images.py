@@ -172,6 +172,17 @@ def test_how_it_is_computed_changes_nothing(recipe, tmp_path, kind, how):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_are_looked_through_once(recipe, tmp_path, monkeypatch, kind):
+    looks, prepare = [], images.prepare
+    monkeypatch.setattr(images, "prepare", lambda *args, **kwargs: looks.append(args) or prepare(*args, **kwargs))
+    more = ["train.steps=2"] + (["sample.per_class=0"] if kind == "tiny-dit" else [])
+    for folder in ("first", "second"):
+        train(recipe(kind, *more), tmp_path / folder, Watcher())
+    # Not kept from one run to the next, as the images may have changed.
+    assert len(looks) == 2
+
+
 REFUSED = {
     "tiny-vit": [
         ("model.host=llama", "its hosts are deit, vit"),

@@ -145,9 +145,11 @@ def check_judge(recipe: ImageDiffusionRecipe, data: ImageArrays) -> None:
     # Whether they are the right images is not the question here.
     recipe = replace(recipe, data=replace(recipe.data, sha256=None))
     wanted = load(_RECIPE, _overrides(recipe, data.image_size, data.channels))
+    task = task_of(wanted)
+    task.keep(data)
     try:
         check(wanted)
-        task_of(wanted).pinned(data)
+        task.pinned(data)
     except ConfigError as error:
         raise ConfigError(
             f"{_RECIPE} cannot be trained on these images to make the classifier for the Fréchet distance: {error}; "

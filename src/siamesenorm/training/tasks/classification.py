@@ -57,7 +57,7 @@ class Classification(ImageTask[ClassificationRecipe]):
         known = {"image_size": wanted.image_size, "num_channels": wanted.channels}
         if not needs_data and None not in known.values() and "num_labels" in config:
             return known
-        data = self.images()
+        data = self.images
         if config.get("num_labels", len(data.classes)) != len(data.classes):
             raise ConfigError(
                 f"model.config.num_labels is {config['num_labels']}, and {data.source} has {len(data.classes)} classes"

@@ -93,11 +93,11 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
     head = None
     loss_label = "squared error of the prediction"
 
-    def images(self) -> Any:
-        """The images, or the latents that ``siamesenorm data encode-latents`` made of some."""
+    def look(self) -> Any:
+        """As for images, or the latents that ``siamesenorm data encode-latents`` made of some."""
         wanted = self.recipe.data
         if not latents.is_folder(wanted.source):
-            return super().images()
+            return super().look()
         decided = {"image_size": "null", "channels": "null", "crop_fraction": "null", "flip": "false"}
         for name, nothing in decided.items():
             if getattr(wanted, name):
@@ -120,7 +120,7 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
         double = 2 if recipe.diffusion.learned_sigma else 1
         if not needs_data and {"sample_size", "in_channels", "num_embeds_ada_norm"} <= config.keys():
             return {**out, "out_channels": double * config["in_channels"]}
-        data = self.images()
+        data = self.images
         channels, size = _shape(data)
         return {
             **out,
@@ -149,9 +149,9 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
             raise ConfigError("sample.distance_images needs a classifier of images in sample.classifier, or to be 0")
         # What only the end of a run needs had better be missed at its beginning.
         if needs_data and latents.is_folder(recipe.data.source):
-            latents.prepare(Path(recipe.data.source)).autoencoder()
+            self.images.autoencoder()
         if needs_data and wanted.distance_images:
-            check_judge(recipe, _images_of(self.images()))
+            check_judge(recipe, _images_of(self.images))
 
     def objective(self, model: Any, data: Any, device: torch.device) -> NoiseObjective:
         """The error of the prediction, and the variational bound."""
