@@ -34,11 +34,11 @@ from .families import Branch, Host, find_host, get_host, home_named, home_of, ho
 from .norms import HostNorms
 
 __all__ = [
-    "RESIDUALS",
     "apply_gains",
     "blocks",
     "build",
     "check_sites",
+    "grow_drop_path",
     "install",
     "install_block",
     "install_readout",
@@ -50,7 +50,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-RESIDUALS = {"attention": "attn_residual", "mlp": "mlp_residual", "parallel": "residual"}
+_RESIDUALS = {"attention": "attn_residual", "mlp": "mlp_residual", "parallel": "residual"}
 # The weights of a sublayer that a scheme may initialise in its own way.
 _ROLES = {"attention": ("q", "k", "v", "o"), "mlp": ("mlp",), "parallel": ("q", "k", "v", "o", "mlp")}
 
@@ -214,20 +214,24 @@ def install(model: Any, *, init: bool = True) -> list[str]:
     norms = HostNorms(host, model.config.residual_norm)
     sublayers = host.sublayers(model.config)
     sites = stack_sites(len(stack), host.kinds(model.config))
-    rate = _drop_path_rate(model.config)
     dropped = []
     for index, block in enumerate(stack):
         here = sites[index * len(sublayers) : (index + 1) * len(sublayers)]
         removed = install_block(block, scheme, norms, tuple(zip(sublayers, here, strict=True)), swap_class)
         block.tap = Tap().train(block.training)
         dropped += [f"{host.blocks}.{index}.{name}" for name in removed]
-        for placed in block.sublayers:
-            # From none in the first block to all of the rate in the last.
-            getattr(block, placed.residual).drop_path = rate * index / max(len(stack) - 1, 1)
         if init:
             apply_gains(host, scheme, block, here)
+    grow_drop_path(stack, _drop_path_rate(model.config))
     setattr(base, host.final_norm, install_readout(getattr(base, host.final_norm), scheme, norms, base))
     return dropped
+
+
+def grow_drop_path(stack: Sequence[Any], rate: float) -> None:
+    """Give rewired blocks stochastic depth, from none in the first to all of the rate in the last."""
+    for index, block in enumerate(stack):
+        for placed in block.sublayers:
+            getattr(block, placed.residual).drop_path = rate * index / max(len(stack) - 1, 1)
 
 
 def install_readout(final: Any, scheme: Scheme, norms: HostNorms, base: Any) -> Any:
@@ -254,15 +258,17 @@ def install_block(
     placed, removed = [], []
     for branches, site in sublayers:
         place = scheme.input_norm(site)
-        for name in dict.fromkeys(branch.norm for branch in branches):
-            norm = norms.ours(getattr(block, name))
+        for path in dict.fromkeys(branch.norm for branch in branches):
+            parent, _, name = path.rpartition(".")
+            owner = block.get_submodule(parent)
+            norm = norms.ours(getattr(owner, name))
             if place != "none":
                 norm.scale = scheme.input_scale(site)
-                setattr(block, name, norm)
+                setattr(owner, name, norm)
                 continue
-            removed += [name] if norms.is_trained(norm) else []
-            delattr(block, name)
-        residual = RESIDUALS[site.kind]
+            removed += [path] if norms.is_trained(norm) else []
+            delattr(owner, name)
+        residual = _RESIDUALS[site.kind]
         setattr(block, residual, norms.like(scheme.sublayer(site, norms.for_scheme(norm)), norm, block))
         placed.append(Placed(residual, branches, place))
         for branch in branches:
