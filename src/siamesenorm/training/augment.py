@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,21 @@ def crops(recipe: AugmentRecipe, size: int, channels: int, *, flip: bool) -> Cal
         )
     except (AssertionError, ValueError, KeyError) as error:
         raise ConfigError(f"timm cannot make augment.auto_augment={recipe.auto_augment}: {one_line(error)}") from error
+    for step in transform.transforms:
+        _keep_a_bit(step)
     return lambda image: np.asarray(transform(image))
+
+
+def _keep_a_bit(step: Any) -> None:
+    """timm's policies may keep none of an image's bits, which newer releases of Pillow refuse: keep one."""
+    pairs = getattr(step, "policy", ())
+    for op in (*getattr(step, "ops", ()), *(op for pair in pairs for op in pair)):
+        if op.name.startswith("Posterize"):
+            op.level_fn = partial(_at_least_one, op.level_fn)
+
+
+def _at_least_one(bits_at: Callable[..., tuple[int]], level: float, hparams: Any) -> tuple[int]:
+    return (max(bits_at(level, hparams)[0], 1),)
 
 
 def mixer(
