@@ -34,9 +34,11 @@ def evaluate(
 ) -> None:
     """Measure a model on what was held out: loss and perplexity of text, accuracy and loss of images."""
     from siamesenorm.residual import ConfigError
+    from siamesenorm.training.example import sees_images
+    from siamesenorm.training.run_folder import is_pipeline
 
     path, recipe = model_and_recipe(model_or_run)
-    if (path / "model_index.json").is_file():
+    if is_pipeline(path):
         for name, given in (("--source", source), ("--sequence-length", sequence_length), ("--sequences", sequences)):
             if given is not None:
                 raise ConfigError(f"{name} is not for diffusion models")
@@ -45,7 +47,7 @@ def evaluate(
         facts = _denoise(path, recipe, images, batch_size)
     else:
         model = load_model(path)
-        if getattr(model.config, "image_size", None) is None:
+        if not sees_images(model):
             if images is not None:
                 raise ConfigError("--images is for models of images; --sequences chooses how much text")
             facts = _read(path, model, recipe, source, sequence_length, sequences, batch_size)

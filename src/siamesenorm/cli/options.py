@@ -54,11 +54,13 @@ def load(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         ConfigError: where either cannot be loaded.
     """
     from siamesenorm.residual import ConfigError
+    from siamesenorm.training.example import sees_images
+    from siamesenorm.training.run_folder import is_pipeline
 
-    if (path / "model_index.json").is_file():
+    if is_pipeline(path):
         raise ConfigError(f"'{path}' holds a diffusion model; siamesenorm sample draws from it")
     model = load_model(path)
-    if getattr(model.config, "image_size", None) is not None:
+    if sees_images(model):
         raise ConfigError(f"'{path}' holds an image classifier, which writes no text")
     return model, load_tokenizer(path)
 

@@ -29,6 +29,7 @@ from siamesenorm.data.arrays import cache_root
 from siamesenorm.data.images import ImageArrays
 from siamesenorm.residual import ConfigError
 from siamesenorm.training.build import check
+from siamesenorm.training.example import sees_images
 from siamesenorm.training.normalise import Normalise
 from siamesenorm.training.recipe import ImageDiffusionRecipe, digest
 from siamesenorm.training.recipe_files import load
@@ -76,7 +77,7 @@ class Judge:
         """
         folder = model_folder(path)
         model = hub.load(folder)
-        if not hasattr(model.config, "image_size"):
+        if not sees_images(model):
             raise ConfigError(f"'{folder}' holds no image classifier, which the Fréchet distance needs")
         return cls(path, model.eval(), Normalise.load(folder))
 

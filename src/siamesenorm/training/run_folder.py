@@ -129,6 +129,11 @@ def model_folder(path: Path) -> Path:
     return run.model
 
 
+def is_pipeline(model: Path) -> bool:
+    """Whether a saved model's folder holds a pipeline of diffusers, and not a model of transformers."""
+    return (model / "model_index.json").is_file()
+
+
 class MetricsFile:
     """``metrics.jsonl``: one line of JSON per step, appended."""
 

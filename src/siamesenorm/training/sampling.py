@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from siamesenorm.residual import ConfigError, nearest, one_line
+from siamesenorm.training.run_folder import is_pipeline
 
 SAMPLERS = {
     "ddim": "DDIMScheduler",
@@ -41,7 +42,7 @@ def load_pipeline(path: Path) -> Any:
     from diffusers.utils import logging
 
     verbosity = logging.get_verbosity()
-    if not (path / "model_index.json").is_file():
+    if not is_pipeline(path):
         raise ConfigError(f"'{path}' holds no diffusion model: it has no model_index.json")
     logging.disable_progress_bar()
     # It warns that an autoencoder of pixels is none of its own, and of numbers that JSON keeps as text.
