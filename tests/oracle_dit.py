@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.drawn import Drawn
 from tests.oracle import ORACLES, Attention, Function, Part, Stack, layer_norm, norm_of, siamese_of, within
 from tests.oracle_streams import STREAMS, extras
 
@@ -169,41 +170,30 @@ def official_parameters(
     args: Mapping[str, Any], variant: str = "siamese", seed: int = 0, bias: bool = True
 ) -> dict[str, Tensor]:
     """Random float64 parameters of an official DiT (``"siamese"`` or ``"pre"``), with a random table of positions."""
-    generator = torch.Generator().manual_seed(seed)
     width, inner = args["hidden_size"], int(args["hidden_size"] * args["mlp_ratio"])
     patch, outputs = args["patch_size"], args["in_channels"] * (2 if args["learn_sigma"] else 1)
-    weights: dict[str, Tensor] = {}
-
-    def draw(name: str, *shape: int, around: float = 0.0, spread: float = 0.2) -> None:
-        noise = torch.randn(*shape, generator=generator, dtype=torch.float64)
-        weights[name] = (around + spread * noise).requires_grad_()
-
-    def both(name: str, *shape: int, around: float = 0.0, bias: bool = True) -> None:
-        draw(name + ".weight", *shape, around=around)
-        if bias:
-            draw(name + ".bias", shape[0])
-
-    draw("pos_embed", 1, (args["input_size"] // patch) ** 2, width, spread=1.0)
-    both("x_embedder.proj", width, args["in_channels"], patch, patch)
-    both("t_embedder.mlp.0", width, 256)
-    both("t_embedder.mlp.2", width, width)
+    weights = Drawn(seed)
+    weights.draw("pos_embed", 1, (args["input_size"] // patch) ** 2, width, spread=1.0)
+    weights.both("x_embedder.proj", width, args["in_channels"], patch, patch)
+    weights.both("t_embedder.mlp.0", width, 256)
+    weights.both("t_embedder.mlp.2", width, width)
     rows = args["num_classes"] + (args["class_dropout_prob"] > 0)
-    draw("y_embedder.embedding_table.weight", rows, width)
+    weights.draw("y_embedder.embedding_table.weight", rows, width)
     for index in range(args["depth"]):
         block = f"blocks.{index}."
-        both(block + "attn.qkv", 3 * width, width, bias=bias)
-        both(block + "attn.proj", width, width)
-        both(block + "mlp.fc1", inner, width)
-        both(block + "mlp.fc2", width, inner)
-        both(block + "adaLN_modulation.1", 6 * width, width)
+        weights.both(block + "attn.qkv", 3 * width, width, bias=bias)
+        weights.both(block + "attn.proj", width, width)
+        weights.both(block + "mlp.fc1", inner, width)
+        weights.both(block + "mlp.fc2", width, inner)
+        weights.both(block + "adaLN_modulation.1", 6 * width, width)
         if variant == "siamese":
             for name in ("prenorm1", "prenorm2", "postnorm1", "postnorm2"):
-                both(block + name, width, around=1.0)
-    both("final_layer.linear", patch**2 * outputs, width)
-    both("final_layer.adaLN_modulation.1", 2 * width, width)
+                weights.both(block + name, width, around=1.0)
+    weights.both("final_layer.linear", patch**2 * outputs, width)
+    weights.both("final_layer.adaLN_modulation.1", 2 * width, width)
     if variant == "siamese":
-        both("prenorm", width, around=1.0)
-        both("postnorm", width, around=1.0)
+        weights.both("prenorm", width, around=1.0)
+        weights.both("postnorm", width, around=1.0)
     return weights
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests import oracle
+from tests.drawn import Drawn
 from tests.oracle import Attention, Function, Part, Stack, Sub, host_norm, norm_of, within
 
 
@@ -49,39 +50,28 @@ def embed(
 
 def official_parameters(args: Mapping[str, Any], seed: int = 0) -> dict[str, Tensor]:
     """Random float64 parameters of an official DeiT; norms are drawn around 1 and 0, so that a misplaced one shows."""
-    generator = torch.Generator().manual_seed(seed)
     width, inner = args["embed_dim"], int(args["embed_dim"] * args["mlp_ratio"])
     (height, across), patch = pair(args["img_size"]), pair(args["patch_size"])
     extra = 2 if args["distilled"] else 1
-    weights: dict[str, Tensor] = {}
-
-    def draw(name: str, *shape: int, around: float = 0.0, spread: float = 0.2) -> None:
-        noise = torch.randn(*shape, generator=generator, dtype=torch.float64)
-        weights[name] = (around + spread * noise).requires_grad_()
-
-    def both(name: str, *shape: int, around: float = 0.0, bias: bool = True) -> None:
-        draw(name + ".weight", *shape, around=around)
-        if bias:
-            draw(name + ".bias", shape[0])
-
-    draw("cls_token", 1, 1, width, spread=1.0)
+    weights = Drawn(seed)
+    weights.draw("cls_token", 1, 1, width, spread=1.0)
     if args["distilled"]:
-        draw("dist_token", 1, 1, width, spread=1.0)
-    draw("pos_embed", 1, (height // patch[0]) * (across // patch[1]) + extra, width, spread=1.0)
-    both("patch_embed.proj", width, args["in_chans"], *patch)
+        weights.draw("dist_token", 1, 1, width, spread=1.0)
+    weights.draw("pos_embed", 1, (height // patch[0]) * (across // patch[1]) + extra, width, spread=1.0)
+    weights.both("patch_embed.proj", width, args["in_chans"], *patch)
     for index in range(args["depth"]):
         block = f"blocks.{index}."
         for name in ("pre_norm1", "post_norm1", "input_norm1", "pre_norm2", "post_norm2", "input_norm2"):
-            both(block + name, width, around=1.0)
-        both(block + "attn.qkv", 3 * width, width, bias=args["qkv_bias"])
-        both(block + "attn.proj", width, width)
-        both(block + "mlp.fc1", inner, width)
-        both(block + "mlp.fc2", width, inner)
+            weights.both(block + name, width, around=1.0)
+        weights.both(block + "attn.qkv", 3 * width, width, bias=args["qkv_bias"])
+        weights.both(block + "attn.proj", width, width)
+        weights.both(block + "mlp.fc1", inner, width)
+        weights.both(block + "mlp.fc2", width, inner)
     for name in ("pre_norm", "post_norm", "final_norm"):
-        both(name, width, around=1.0)
+        weights.both(name, width, around=1.0)
     if args["num_classes"]:
         for name in ("head", "head_dist")[:extra]:
-            both(name, args["num_classes"], width)
+            weights.both(name, args["num_classes"], width)
     return weights
 
 

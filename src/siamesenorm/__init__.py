@@ -4,7 +4,8 @@
     model = siamesenorm.rewire(model, "siamese")
 
 Importing the package imports neither torch nor transformers; each name below brings what it needs on first use. What a
-saved model needs to load is registered with transformers, and with diffusers, when those are imported.
+saved model needs to load is registered with transformers, and with diffusers, when those are imported, and models of
+this package with timm when timm is.
 """
 
 from __future__ import annotations

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import torch
 
 from siamesenorm import hosts
-from siamesenorm.residual import make_scheme
+from siamesenorm.residual import make_scheme, set_step
 from siamesenorm.residual import scheme as scheme_module
 from tests.hosts.tiny import tokens
 from tests.parity import relative_error
@@ -69,14 +70,15 @@ def assert_padding_changes_nothing(model):
         assert relative_error(out[row, 8 - length :], alone[0]) < 1e-5
 
 
-def assert_built_without_memory_as_with(given, is_constant):
-    """A model of `hosts.build(*given)` on the meta device is initialised and loaded like any; ``is_constant`` tells by
-    the name which parameters start at the same values whatever the seed.
+def assert_built_without_memory_as_with(given, is_constant, inputs=None, **more):
+    """A model of `hosts.build(*given, **more)` on the meta device is initialised and loaded like any; ``is_constant``
+    tells by the name which parameters start at the same values whatever the seed.
     """
+    inputs = inputs or {"input_ids": tokens()}
     with torch.device("meta"):
-        empty = hosts.build(*given)
+        empty = hosts.build(*given, **more)
     assert all(p.is_meta for p in empty.parameters())
-    real = hosts.build(*given).eval()
+    real = hosts.build(*given, **more).eval()
     assert {n: p.shape for n, p in empty.named_parameters()} == {n: p.shape for n, p in real.named_parameters()}
     assert hosts.site_table(empty) == hosts.site_table(real)
     empty.to_empty(device="cpu")
@@ -89,7 +91,19 @@ def assert_built_without_memory_as_with(given, is_constant):
         if is_constant(n):
             assert torch.equal(parameter, real.get_parameter(n)), n
     empty.load_state_dict(real.state_dict())
-    assert torch.equal(empty.eval()(input_ids=tokens()).logits, real(input_ids=tokens()).logits)
+    assert torch.equal(empty.eval()(**inputs).logits, real(**inputs).logits)
+
+
+def assert_checkpoints_change_nothing(model, step, reentrant, tolerance, dead=lambda name: False):
+    """``step`` gives the loss and every gradient of a model; ``dead`` tells which the equations leave without one."""
+    model = copy.deepcopy(model).train()
+    set_step(model, hosts.scheme_of(model.config), 1)
+    expected = step(model)
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    got = step(model)
+    for name in [name for name in expected[1] if dead(name)]:
+        del got[1][name], expected[1][name]
+    same(got, expected, tolerance)
 
 
 def assert_one_graph_with_the_same_gradients(model, tolerance=1e-5, dead=lambda name: False):

@@ -18,12 +18,12 @@ from siamesenorm.residual import Norm, set_step
 from tests import oracle
 from tests.hosts.running import (
     assert_built_without_memory_as_with,
+    assert_checkpoints_change_nothing,
     assert_one_graph_with_the_same_gradients,
     assert_padding_changes_nothing,
     by_hand,
     padded,
     positions_of,
-    same,
     sharded,
     step,
     token_by_token,
@@ -186,14 +186,7 @@ def test_a_model_built_without_memory_is_initialised_and_loaded_like_any(family,
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(("family", "scheme"), PAIRS)
 def test_activation_checkpointing_changes_nothing(family, scheme, reentrant):
-    model = copy.deepcopy(exact_of(family, scheme)).train()
-    set_step(model, hosts.scheme_of(model.config), 1)
-    expected = step(model)
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
-    got = step(model)
-    for name in [name for name in expected[1] if dead(name, scheme)]:
-        del got[1][name], expected[1][name]
-    same(got, expected, 1e-10)
+    assert_checkpoints_change_nothing(exact_of(family, scheme), step, reentrant, 1e-10, lambda n: dead(n, scheme))
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import siamesenorm
 from siamesenorm import hosts, hub
 from siamesenorm.probes import capture_streams
-from siamesenorm.residual import ConfigError, Norm, set_step
-from tests.hosts.running import same
+from siamesenorm.residual import ConfigError, Norm
+from tests.hosts.running import assert_built_without_memory_as_with, assert_checkpoints_change_nothing, same
 from tests.hosts.test_streams import STREAMS
 from tests.hosts.tiny import BASELINES, SCHEMES, scatter
 from tests.oracle_streams import extras
@@ -338,25 +338,10 @@ def test_other_auto_classes(tmp_path):
 
 
 @pytest.mark.parametrize(("form", "scheme"), CROSS)
-def test_a_model_built_without_memory_is_initialised_and_loaded_like_any(form, scheme, tmp_path):
+def test_a_model_built_without_memory_is_initialised_and_loaded_like_any(form, scheme):
     family, name = FORMS[form]
-    with torch.device("meta"):
-        empty = hosts.build(family, SHAPE, *ALL[scheme], model_class=name)
-    assert all(p.is_meta for p in empty.parameters())
-    real = hosts.build(family, SHAPE, *ALL[scheme], model_class=name).eval()
-    assert {n: p.shape for n, p in empty.named_parameters()} == {n: p.shape for n, p in real.named_parameters()}
-    assert hosts.site_table(empty) == hosts.site_table(real)
-    empty.to_empty(device="cpu")
-    for parameter in empty.parameters():
-        torch.nn.init.constant_(parameter, 9.0)
-    for module in empty.modules():
-        empty._init_weights(module)
-    assert not any((p == 9).any() for p in empty.parameters())
-    for n, parameter in empty.named_parameters():
-        if "residual" in n or "norm" in n:
-            assert torch.equal(parameter, real.get_parameter(n)), n
-    empty.load_state_dict(real.state_dict())
-    assert torch.equal(empty.eval()(pixel_values=images()).logits, real(pixel_values=images()).logits)
+    given, inputs = (family, SHAPE, *ALL[scheme]), {"pixel_values": images()}
+    assert_built_without_memory_as_with(given, lambda n: "residual" in n or "norm" in n, inputs, model_class=name)
 
 
 def test_a_model_without_labels_is_its_last_hidden_state(tmp_path):
@@ -410,14 +395,7 @@ def test_attentions_of_the_eager_kernel(scheme):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(("form", "scheme"), CROSS)
 def test_activation_checkpointing_changes_nothing(form, scheme, reentrant):
-    model = copy.deepcopy(exact_of(form, scheme)).train()
-    set_step(model, hosts.scheme_of(model.config), 1)
-    expected = step(model)
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
-    got = step(model)
-    for name in [name for name in expected[1] if dead(name, scheme)]:
-        del got[1][name], expected[1][name]
-    same(got, expected, 1e-12)
+    assert_checkpoints_change_nothing(exact_of(form, scheme), step, reentrant, 1e-12, lambda name: dead(name, scheme))
 
 
 def assert_compiles(form, scheme):

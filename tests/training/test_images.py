@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import random
+import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,12 +15,19 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
+from siamesenorm import hosts
 from siamesenorm.data import images
 from siamesenorm.residual import ConfigError
-from siamesenorm.training import sampling
+from siamesenorm.training import augment, sampling
+from siamesenorm.training.engine import ImageLoader
+from siamesenorm.training.normalise import Normalise
+from siamesenorm.training.processes import ALONE
 from siamesenorm.training.recipe_files import load
 from siamesenorm.training.run import train
 from siamesenorm.training.run_folder import read_metrics
+from siamesenorm.training.tasks import task_of
+from siamesenorm.training.tasks.classification import ClassObjective
+from siamesenorm.training.tasks.images import PixelBatches
 from tests.training.test_distributed import run_all
 from tests.training.test_run import Killed, assert_same, kill, weights
 from tests.training.tiny import Watcher
@@ -82,7 +94,9 @@ def test_a_diffusion_models_run(recipe, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("at", [*(pytest.param(at, marks=pytest.mark.slow) for at in (2, 4)), 5])
-def test_a_run_that_is_broken_off_is_the_same_in_the_end(recipe, tmp_path, kind, at):
+def test_a_run_that_is_broken_off_is_the_same_in_the_end(recipe, tmp_path, monkeypatch, kind, at):
+    # timm's erasing draws from Python's generator.
+    monkeypatch.setattr(augment, "eraser", lambda *_: lambda images: images * random.random())
     made = recipe(kind, *([] if kind == "tiny-vit" else ["sample.per_class=0"]))
     train(made, tmp_path / "unbroken", Watcher())
     with pytest.raises(Killed):
@@ -158,6 +172,17 @@ def test_how_it_is_computed_changes_nothing(recipe, tmp_path, kind, how):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_are_looked_through_once(recipe, tmp_path, monkeypatch, kind):
+    looks, prepare = [], images.prepare
+    monkeypatch.setattr(images, "prepare", lambda *args, **kwargs: looks.append(args) or prepare(*args, **kwargs))
+    more = ["train.steps=2"] + (["sample.per_class=0"] if kind == "tiny-dit" else [])
+    for folder in ("first", "second"):
+        train(recipe(kind, *more), tmp_path / folder, Watcher())
+    # Not kept from one run to the next, as the images may have changed.
+    assert len(looks) == 2
+
+
 REFUSED = {
     "tiny-vit": [
         ("model.host=llama", "its hosts are deit, vit"),
@@ -173,6 +198,8 @@ REFUSED = {
         ("train.ema_decay=1.0", "train.ema_decay must be at least 0 and below 1"),
         ("data.sha256=abc", "not those that data.sha256 asks for"),
         ("data.sequence_length=3", "belongs to the task causal-lm"),
+        ("diffusion.timesteps=3", "belongs to the task class-conditional-diffusion"),
+        ("task=causal-lm", "unknown key 'augment' in the recipe; it belongs to the task image-classification"),
         ("data.source=digit", "there is no file or folder digit; images are 'digits'"),
         ("model.pretrained=somewhere", "model.pretrained is for language models"),
     ],
@@ -185,6 +212,8 @@ REFUSED = {
         ("diffusion.label_dropout=0", "which cannot be guided"),
         ("model.config.sample_size=4", "sample_size is 4, and the data says 8"),
         ("sample.guidance=-1", "sample.guidance must be numbers of at least 0"),
+        ("sample.distance_images=1", "must be 0 or at least 2"),
+        ("diffusion.beta_end=2", "diffusion.beta_end must be at least 0 and below 1"),
     ],
 }
 
@@ -208,14 +237,59 @@ def test_augmentation_of_timm_says_what_it_needs(recipe, tmp_path, monkeypatch):
             train(recipe("tiny-vit", override), tmp_path / "run", Watcher())
 
 
-def test_images_of_a_folder_are_read_by_workers(recipe, tmp_path):
+def cats_and_dogs(folder):
     generator = np.random.default_rng(0)
     for name in ("cat", "dog"):
-        (tmp_path / "set" / name).mkdir(parents=True)
+        (folder / name).mkdir(parents=True)
         for index in range(20):
             bright = 60 if name == "cat" else 190
             pixels = generator.integers(bright - 50, bright + 50, (12, 9, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(tmp_path / "set" / name / f"{index}.png")
+            Image.fromarray(pixels).save(folder / name / f"{index}.png")
+
+
+def test_what_the_distance_lacks_is_missed_at_the_beginning(recipe, tmp_path):
+    cats_and_dogs(tmp_path / "set")
+    wanted = ["sample.distance_images=4"]
+    few = [f"data.source={tmp_path / 'set'}", "data.validation_images=null", "train.batch_size=8"]
+    with pytest.raises(ConfigError, match=r"vit-tiny cannot be trained on these images.*train.batch_size \(64\)"):
+        train(recipe("tiny-dit", *wanted, *few), tmp_path / "run", Watcher())
+    colour = {"image_size": 8, "num_channels": 3, "patch_size": 4, "hidden_size": 8, "num_hidden_layers": 1}
+    hosts.build("vit", colour | {"num_attention_heads": 1, "intermediate_size": 8}, "pre").save_pretrained(
+        tmp_path / "colour"
+    )
+    Normalise((0.5,), (0.5,)).save(tmp_path / "colour", 8, 3)
+    wanted.append(f"sample.classifier={tmp_path / 'colour'}")
+    with pytest.raises(ConfigError, match="takes images of 3 channels, not 1"):
+        train(recipe("tiny-dit", *wanted), tmp_path / "run", Watcher())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_cannot_be_guided_is_not_said_to_be(recipe):
+    made = recipe("tiny-dit", "diffusion.label_dropout=0", "sample.guidance=1")
+    assert task_of(made).next_command(Path("a")) == "siamesenorm sample a --guidance 1"
+
+
+def test_an_odd_share_of_a_batch_cannot_be_mixed():
+    objective = ClassObjective(Normalise((0.5,), (0.5,)), torch.device("cpu"), mix=lambda *batch: batch)
+    batch = {"images": torch.zeros(3, 1, 2, 2), "labels": torch.zeros(3, dtype=torch.long)}
+    with pytest.raises(ConfigError, match="pair images; a process's share of 3 is odd"):
+        objective.prepare(batch)
+
+
+def test_a_signal_to_the_workers_does_not_end_them(tmp_path):
+    digits = images.prepare("digits")
+    loader = ImageLoader(PixelBatches(digits.train, digits.sha256, workers=1), 100, 0, tmp_path, ALONE)
+    loader.reshuffle(1)
+    batches = iter(loader)
+    first = next(batches)
+    for worker in multiprocessing.active_children():
+        os.kill(worker.pid, signal.SIGTERM)
+    # More than the worker has read ahead.
+    assert len([first, *batches]) == 14
+
+
+def test_images_of_a_folder_are_read_by_workers(recipe, tmp_path):
+    cats_and_dogs(tmp_path / "set")
     changes = [
         f"data.source={tmp_path / 'set'}",
         "data.channels=3",

@@ -77,9 +77,9 @@ def tracked(recipe):
                 tracker.reset_mod_stats()
                 ids = torch.randint(0, 256, (share, recipe.data.sequence_length))
                 with torch.autocast("cpu", torch.bfloat16, enabled=recipe.train.precision == "bfloat16"):
-                    logits = model(input_ids=ids, use_cache=False).logits
-                summed_loss(logits, ids).backward()
-                del logits
+                    # Not kept for longer than the loss needs them, as training does.
+                    loss = summed_loss(model(input_ids=ids, use_cache=False).logits, ids)
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad()
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]

@@ -144,7 +144,7 @@ def test_the_variance_is_that_of_diffusers():
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 def test_a_perfect_prediction_has_no_error(prediction):
-    noise = Noise(DiffusionRecipe(timesteps=100, prediction=prediction, learned_sigma=True), pixels=True)
+    noise = Noise(DiffusionRecipe(timesteps=100, prediction=prediction, learned_sigma=True))
     x0 = torch.rand(6, 1, 4, 4, generator=seeded()) * 2 - 1
     drawn = torch.randn(x0.shape, generator=seeded(1))
     t = torch.tensor([0, 3, 20, 50, 80, 99])
@@ -161,7 +161,7 @@ def test_a_perfect_prediction_has_no_error(prediction):
 
 
 def test_labels_are_dropped_once_for_the_step():
-    objective = NoiseObjective(Noise(DiffusionRecipe(label_dropout=0.3), pixels=True), 10, CPU)
+    objective = NoiseObjective(Noise(DiffusionRecipe(label_dropout=0.3)), 10, CPU)
     torch.manual_seed(0)
     images = torch.randint(0, 256, (4000, 1, 2, 2), dtype=torch.uint8)
     made = objective.prepare({"images": images, "labels": torch.randint(0, 10, (4000,))})
@@ -169,7 +169,7 @@ def test_labels_are_dropped_once_for_the_step():
     torch.testing.assert_close(made["x0"], images.float() / 127.5 - 1)
     assert made["t"].min() >= 0
     assert made["t"].max() == 999
-    none = NoiseObjective(Noise(DiffusionRecipe(label_dropout=0.0), pixels=True), 10, CPU)
+    none = NoiseObjective(Noise(DiffusionRecipe(label_dropout=0.0)), 10, CPU)
     assert (none.prepare({"images": images, "labels": torch.full((4000,), 3)})["labels"] == 3).all()
 
 

@@ -60,15 +60,15 @@ def test_a_resumed_run_goes_on_with_its_gates(tiny, tmp_path, seen, scheme, at):
 
 
 def test_a_validation_sees_the_gates_of_its_step(tiny, tmp_path, monkeypatch):
-    from siamesenorm.training import run as run_module
+    from siamesenorm.training.tasks import text
 
-    found, plain = [], run_module.evaluate
+    found, plain = [], text.evaluate
 
     def watched(model, *args, **kwargs):
         found.append(gates(model))
         return plain(model, *args, **kwargs)
 
-    monkeypatch.setattr(run_module, "evaluate", watched)
+    monkeypatch.setattr(text, "evaluate", watched)
     train(tiny(*WARM), tmp_path / "run", Watcher())
     assert found == [expected(t) for t in (3, 6, 7)]
 

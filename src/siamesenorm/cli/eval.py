@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from siamesenorm.cli.options import Json, ModelOrRun, bar, load_tokenizer, model_and_recipe, print_json
+from siamesenorm.cli.options import Json, ModelOrRun, bar, load_model, load_tokenizer, model_and_recipe, print_json
 
 
 def evaluate(
@@ -34,9 +34,11 @@ def evaluate(
 ) -> None:
     """Measure a model on what was held out: loss and perplexity of text, accuracy and loss of images."""
     from siamesenorm.residual import ConfigError
+    from siamesenorm.training.example import sees_images
+    from siamesenorm.training.run_folder import is_pipeline
 
     path, recipe = model_and_recipe(model_or_run)
-    if (path / "model_index.json").is_file():
+    if is_pipeline(path):
         for name, given in (("--source", source), ("--sequence-length", sequence_length), ("--sequences", sequences)):
             if given is not None:
                 raise ConfigError(f"{name} is not for diffusion models")
@@ -44,10 +46,8 @@ def evaluate(
             raise ConfigError(f"'{path}' is a diffusion model without its run, whose data it would be measured on")
         facts = _denoise(path, recipe, images, batch_size)
     else:
-        from siamesenorm import hub
-
-        model = hub.load(path)
-        if getattr(model.config, "image_size", None) is None:
+        model = load_model(path)
+        if not sees_images(model):
             if images is not None:
                 raise ConfigError("--images is for models of images; --sequences chooses how much text")
             facts = _read(path, model, recipe, source, sequence_length, sequences, batch_size)
@@ -101,7 +101,7 @@ def _read(
     from siamesenorm.training.evaluate import evaluate as measure
     from siamesenorm.training.evaluate import held_out_sequences
     from siamesenorm.training.limits import check_length, check_vocabulary, positions_of
-    from siamesenorm.training.settings import autocast_of
+    from siamesenorm.training.settings import autocast_of, best_device
 
     tokenizer = load_tokenizer(path)
     source = source or (recipe.data.source if recipe else corpus.NAME)
@@ -116,7 +116,7 @@ def _read(
     mask = DocumentMask(arrays.vocabulary.eos_id) if recipe is not None and recipe.data.document_masking else None
     if mask is not None:
         mask.check(model, length)
-    device = _device()
+    device = best_device()
     found = measure(
         model.to(device),
         held_out_sequences(arrays.held_out(), length, sequences),
@@ -141,7 +141,7 @@ def _look(
     from siamesenorm.data import digits
     from siamesenorm.data import images as image_sets
     from siamesenorm.training.normalise import Normalise
-    from siamesenorm.training.settings import autocast_of
+    from siamesenorm.training.settings import autocast_of, best_device
     from siamesenorm.training.tasks.classification import classify
     from siamesenorm.training.tasks.images import chosen, require_classes
 
@@ -156,7 +156,7 @@ def _look(
     if count is None and own is not None and source is None:
         count = own.validation_images
     numbers = chosen(found.validation, count, "--images")
-    device = _device()
+    device = best_device()
     with bar("images", len(numbers)) as advance:
         measured = classify(
             model.to(device),
@@ -177,20 +177,17 @@ def _denoise(path: Path, recipe: Any, count: int | None, batch_size: int) -> dic
 
     from siamesenorm.training.processes import ALONE
     from siamesenorm.training.sampling import load_pipeline
+    from siamesenorm.training.settings import best_device
     from siamesenorm.training.tasks import task_of
+    from siamesenorm.training.tasks.images import chosen
 
+    data = task_of(recipe).load(ALONE)
     if count is not None:
+        chosen(data.validation, count, "--images")
         recipe = replace(recipe, data=replace(recipe.data, validation_images=count))
     task = task_of(recipe)
-    data = task.load(ALONE)
     task.pinned(data)
-    device = _device()
+    device = best_device()
     model = load_pipeline(path).transformer.to(device)
     found = task.validate(model, data, device=device, batch_size=batch_size)
     return {**found.figures(), **task.facts(data, found.figures())}
-
-
-def _device() -> Any:
-    import torch
-
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

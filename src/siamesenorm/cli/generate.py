@@ -28,17 +28,17 @@ def generate(
     json: Json = False,
 ) -> None:
     """Let a model go on from a prompt; the text appears as it is made."""
-    import torch
     from transformers import TextStreamer
 
     from siamesenorm.residual import ConfigError
     from siamesenorm.training import text
+    from siamesenorm.training.settings import best_device
 
     if not prompt:
         raise ConfigError("the prompt is empty; give at least one character")
     path, _ = model_and_recipe(model_or_run)
     model, tokenizer = load(path)
-    model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    model.to(best_device())
     if tokens is None:
         # At least one, so that a prompt too long for the model is refused rather than echoed.
         tokens = max(text.room(model, tokenizer, prompt, _DEFAULT_TOKENS), 1)

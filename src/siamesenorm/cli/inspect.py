@@ -164,17 +164,19 @@ def _from_recipe(name: str, overrides: list[str]) -> _Subject:
 def _from_folder(path: Path, overrides: list[str]) -> _Subject:
     from siamesenorm.hosts import scheme_of
     from siamesenorm.residual import ConfigError
+    from siamesenorm.training.example import sees_images
     from siamesenorm.training.limits import positions_of
+    from siamesenorm.training.run_folder import is_pipeline
 
     if overrides:
         raise ConfigError(f"'{overrides[0]}' changes a recipe's values; the model in {path} is as it is")
     folder, recipe = model_and_recipe(path)
-    if (folder / "model_index.json").is_file():
+    if is_pipeline(folder):
         model, baseline, kind = _of_diffusers(folder)
         length = None
     else:
         model, baseline, kind = _of_transformers(folder)
-        of_text = getattr(model.config, "image_size", None) is None
+        of_text = not sees_images(model)
         length = getattr(recipe.data, "sequence_length", None) if recipe else None
         length = length or (positions_of(model) or _DEFAULT_LENGTH if of_text else None)
     scheme = scheme_of(model.config)

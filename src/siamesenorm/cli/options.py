@@ -53,15 +53,31 @@ def load(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     Raises:
         ConfigError: where either cannot be loaded.
     """
-    from siamesenorm import hub
     from siamesenorm.residual import ConfigError
+    from siamesenorm.training.example import sees_images
+    from siamesenorm.training.run_folder import is_pipeline
 
-    if (path / "model_index.json").is_file():
+    if is_pipeline(path):
         raise ConfigError(f"'{path}' holds a diffusion model; siamesenorm sample draws from it")
-    model = hub.load(path)
-    if getattr(model.config, "image_size", None) is not None:
+    model = load_model(path)
+    if sees_images(model):
         raise ConfigError(f"'{path}' holds an image classifier, which writes no text")
     return model, load_tokenizer(path)
+
+
+def load_model(path: Path) -> PreTrainedModel:
+    """A saved model of transformers, without transformers' own progress bar.
+
+    Raises:
+        ConfigError: where it cannot be loaded.
+    """
+    from transformers.utils import logging
+
+    from siamesenorm import hub
+
+    logging.disable_progress_bar()
+    model: PreTrainedModel = hub.load(path)
+    return model
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
@@ -87,7 +103,11 @@ def bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+    if not sys.stderr.isatty():
+        # A bar that is not shown would still end with an empty line.
+        yield lambda done: None
+        return
+    with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=total)
         yield lambda done: progress.advance(task, done)
 

@@ -27,16 +27,15 @@ def sample(
     json: Json = False,
 ) -> None:
     """Draw images from a diffusion model."""
-    import torch
-
     from siamesenorm.residual import ConfigError
     from siamesenorm.training import pictures, sampling
+    from siamesenorm.training.settings import best_device
 
     if out.suffix.lower() != ".png":
         raise ConfigError(f"--out must end with .png, which {out} does not")
     path, recipe = model_and_recipe(model_or_run)
     pipeline = sampling.load_pipeline(path)
-    pipeline.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    pipeline.to(best_device())
     names = sampling.class_names(pipeline)
     chosen = sampling.chosen_classes(classes, names)
     wanted = getattr(recipe, "sample", None)

@@ -326,7 +326,7 @@ def _scan(pictures: Pictures, cache: Path, watcher: Watcher, *, strict: bool) ->
             for index, found in zip(some, judged, strict=True):
                 take(index, found)
             done += len(some)
-            if shown_from is None and time.monotonic() - started > _QUIET_SECONDS:
+            if shown_from is None and done < len(missing) and time.monotonic() - started > _QUIET_SECONDS:
                 watcher.begin("looking through the images", len(missing))
                 shown_from = done
             if shown_from is not None:

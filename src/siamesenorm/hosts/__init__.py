@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .families import AttentionRoles, Branch, Host, get_host, hosts, register_host
 
 if TYPE_CHECKING:
-    from .configs import scheme_of
+    from .configs import scheme_from_dict, scheme_of
     from .surgery import blocks, build, model_config, rewire, site_table
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "model_config",
     "register_host",
     "rewire",
+    "scheme_from_dict",
     "scheme_of",
     "site_table",
 ]
@@ -33,5 +34,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    home = "configs" if name == "scheme_of" else "surgery"
+    home = "configs" if name.startswith("scheme_") else "surgery"
     return getattr(importlib.import_module(f"{__name__}.{home}"), name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from ..residual import (
     Block,
     ConfigError,
     LayerNorm,
+    Norm,
     Readout,
     RMSNorm,
     Scheme,
@@ -53,6 +54,11 @@ class Placed:
     def norms_before(self) -> tuple[str, ...]:
         """The names of the host norms before the branches, of which two branches may share one."""
         return tuple(dict.fromkeys(branch.norm for branch in self.branches)) if self.place == "before" else ()
+
+    def step(self, block: nn.Module, branch: Callable[..., Tensor], tap: Tap | None = None) -> Step:
+        """The sublayer in ``block``; ``branch`` is called with an input for each of :attr:`norms_before`, or one."""
+        norms = tuple(cast(Norm, block.get_submodule(name)) for name in self.norms_before)
+        return Step(getattr(block, self.residual), branch, norms, tap)
 
 
 class ResidualBlock(Block):
@@ -93,11 +99,11 @@ class ResidualBlock(Block):
         return self._run(*streams, tap=tap, kwargs=kwargs)
 
     def _run(self, *streams: Tensor, tap: Tap | None, kwargs: dict[str, Any]) -> Streams:
-        steps = []
-        for placed in self.sublayers:
-            residual, branch = getattr(self, placed.residual), partial(self._branches, placed, kwargs)
-            steps.append(Step(residual, branch, tuple(getattr(self, name) for name in placed.norms_before), tap))
-            tap = None
+        taps = (tap, *[None] * len(self.sublayers))
+        steps = [
+            placed.step(self, partial(self._branches, placed, kwargs), of_sublayer)
+            for placed, of_sublayer in zip(self.sublayers, taps, strict=False)
+        ]
         return through(steps, streams)
 
     def _branches(self, placed: Placed, kwargs: dict[str, Any], *inputs: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 from ..residual import ConfigError, Scheme, make_scheme
 from .families import all_hosts, get_host
 
-__all__ = ["residual_config", "scheme_of", "scheme_to_dict"]
+__all__ = ["residual_config", "scheme_from_dict", "scheme_of", "scheme_to_dict"]
 
 _FORMAT = 1
 
@@ -50,12 +50,20 @@ def scheme_to_dict(scheme: Scheme) -> dict[str, Any]:
 
 
 def scheme_of(config: Any) -> Scheme:
-    """The scheme that a rewired model's config carries.
+    """The scheme that a rewired model's config carries, or a rewired model that has no config.
 
     Raises:
         ConfigError: it carries none, or one that this version does not know.
     """
-    saved = getattr(config, "residual_scheme", None)
+    return scheme_from_dict(getattr(config, "residual_scheme", None))
+
+
+def scheme_from_dict(saved: Mapping[str, Any] | None) -> Scheme:
+    """The scheme that :func:`scheme_to_dict` made ``saved`` of.
+
+    Raises:
+        ConfigError: it is no such thing, or one that this version does not know.
+    """
     if not isinstance(saved, Mapping) or "name" not in saved:
         raise ConfigError("this config carries no residual scheme: key 'residual_scheme' is missing or has no 'name'")
     options = dict(saved)

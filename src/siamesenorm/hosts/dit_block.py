@@ -12,24 +12,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from diffusers.models.attention import BasicTransformerBlock
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..residual import Block, ConfigError, Norm, NormSpec, Scheme, Site, Step, Streams, stack_sites, through
-from .block import FinalLayerNorm, Placed
+from ..residual import Block, ConfigError, Norm, NormSpec, Scheme, Site, Streams, stack_sites, through
+from .block import Placed
 from .families import get_host
 from .norms import HostNorms
-from .surgery import RESIDUALS, apply_gains
+from .surgery import apply_gains, grow_drop_path, install_block, install_readout
 
 __all__ = ["DiTBlock", "check_scheme", "init_by_scheme", "install"]
 
 _HOST = get_host("dit")
 _KINDS = tuple(branch.kind for branch in _HOST.branches)
-_NORMS = HostNorms(_HOST)
 _HEAD_NORMS = {"q": "norm_q", "k": "norm_k", "v": "norm_v"}
 
 
@@ -62,11 +61,10 @@ class DiTBlock(Block, BasicTransformerBlock):
             # The last is in the dtype that the streams were opened with, whatever theirs is.
             conditioning = self.norm1.emb(timestep, class_labels, hidden_dtype=streams[-1].dtype)
         modulation = self.norm1.linear(self.norm1.silu(conditioning)).unsqueeze(1).chunk(6, dim=-1)
-        steps = []
-        for placed, of_branch in zip(self.sublayers, (modulation[:3], modulation[3:]), strict=True):
-            branch = partial(self._branch, placed, of_branch, cross_attention_kwargs or {})
-            norms = tuple(cast(Norm, self.get_submodule(name)) for name in placed.norms_before)
-            steps.append(Step(getattr(self, placed.residual), branch, norms))
+        steps = [
+            placed.step(self, partial(self._branch, placed, of_branch, cross_attention_kwargs or {}))
+            for placed, of_branch in zip(self.sublayers, (modulation[:3], modulation[3:]), strict=True)
+        ]
         return through(steps, streams)
 
     def _branch(
@@ -107,6 +105,25 @@ class HeadNormedProcessor:
         return o
 
 
+class _DiTNorms(HostNorms):
+    """A DiT's norms have neither weight nor bias, which adaLN brings; a scheme's own have both."""
+
+    def for_scheme(self, norm: Norm) -> NormSpec:
+        return replace(norm.spec, affine=True, bias=True)
+
+    def norm_heads(self, attention: Any, roles: tuple[str, ...], norm: Norm) -> bool:
+        """As for all hosts, under diffusers' names; the attention keeps its class and gets another processor."""
+        spec = self.for_scheme(norm).resized(attention.inner_dim // attention.heads)
+        for role in roles:
+            setattr(attention, _HEAD_NORMS[role], self.like(spec.build(), norm, attention))
+        if roles:
+            attention.set_processor(HeadNormedProcessor())
+        return False
+
+
+_NORMS = _DiTNorms(_HOST)
+
+
 def check_scheme(scheme: Scheme, blocks: int) -> None:
     """Let a scheme and a DiT of that depth refuse each other before anything is made or changed."""
     with torch.device("meta"):
@@ -127,14 +144,11 @@ def install(model: Any, scheme: Scheme, drop_path_rate: float = 0.0) -> list[str
     """
     blocks, removed = model.transformer_blocks, []
     for index, block in enumerate(blocks):
-        names = _install_block(block, scheme, _sites(model, index))
+        sublayers = tuple(((branch,), site) for branch, site in zip(_HOST.branches, _sites(model, index), strict=True))
+        names = install_block(block, scheme, _NORMS, sublayers, _as_ours)
         removed += [f"{_HOST.blocks}.{index}.{name}" for name in names]
-        for placed in block.sublayers:
-            getattr(block, placed.residual).drop_path = drop_path_rate * index / max(len(blocks) - 1, 1)
-    final = _NORMS.ours(model.norm_out)
-    final.__class__ = FinalLayerNorm
-    final.readout = _NORMS.like(scheme.readout(_for_scheme(final)), final, model)
-    model.norm_out = final
+    grow_drop_path(blocks, drop_path_rate)
+    model.norm_out = install_readout(model.norm_out, scheme, _NORMS, model)
     return removed
 
 
@@ -148,37 +162,5 @@ def _sites(model: Any, block: int) -> tuple[Site, ...]:
     return stack_sites(len(model.transformer_blocks), _KINDS)[block * len(_KINDS) : (block + 1) * len(_KINDS)]
 
 
-def _install_block(block: Any, scheme: Scheme, sites: tuple[Site, ...]) -> list[str]:
+def _as_ours(block: Any) -> None:
     block.__class__ = DiTBlock
-    placed, removed = [], []
-    for branch, site in zip(_HOST.branches, sites, strict=True):
-        place = scheme.input_norm(site)
-        parent_name, _, name = branch.norm.rpartition(".")
-        parent = block.get_submodule(parent_name)
-        norm = _NORMS.ours(getattr(parent, name))
-        if place == "none":
-            removed += [branch.norm] if _NORMS.is_trained(norm) else []
-            delattr(parent, name)
-        else:
-            norm.scale = scheme.input_scale(site)
-            setattr(parent, name, norm)
-        residual = RESIDUALS[site.kind]
-        setattr(block, residual, _NORMS.like(scheme.sublayer(site, _for_scheme(norm)), norm, block))
-        placed.append(Placed(residual, (branch,), place))
-        roles = scheme.branch_norms(site)
-        if branch.kind == "attention" and roles:
-            _norm_heads(getattr(block, branch.module), roles, norm)
-    block.sublayers = tuple(placed)
-    return removed
-
-
-def _norm_heads(attention: Any, roles: tuple[str, ...], norm: Norm) -> None:
-    spec = _for_scheme(norm).resized(attention.inner_dim // attention.heads)
-    for role in roles:
-        setattr(attention, _HEAD_NORMS[role], _NORMS.like(spec.build(), norm, attention))
-    attention.set_processor(HeadNormedProcessor())
-
-
-def _for_scheme(norm: Norm) -> NormSpec:
-    """The kind of a scheme's own norms: a DiT's norms have neither weight nor bias, which adaLN brings; these do."""
-    return replace(norm.spec, affine=True, bias=True)

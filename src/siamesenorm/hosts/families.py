@@ -32,7 +32,10 @@ __all__ = [
 
 _PREFIX = "siamesenorm_"
 # Models that are no transformers models, by their class, and the module of this package that rewires them.
-_HOMES = {f"{DIT_MODELS}.DiTTransformer2DModel": "dit"}
+_HOMES = {
+    f"{DIT_MODELS}.DiTTransformer2DModel": "dit",
+    "timm.models.vision_transformer.VisionTransformer": "timm_vit",
+}
 
 
 @dataclass(frozen=True)
@@ -372,6 +375,7 @@ def find_host(model: Any) -> Host:
     raise ConfigError(
         f"cannot rewire a {type(model).__name__}"
         + (f" (model_type '{model_type}')" if model_type else "")
-        + f": supported are {', '.join(hosts())}. Another one is added by describing its parts in a table: "
+        + f": supported are {', '.join(hosts())}. Models of other libraries may be {', '.join(_HOMES)}. Another one of "
+        "transformers is added by describing its parts in a table: "
         "siamesenorm.register_host(siamesenorm.hosts.Host(...))"
     )

@@ -44,7 +44,7 @@ class HostNorms:
         eps = next(
             (getattr(norm, key) for key in ("variance_epsilon", "eps") if hasattr(norm, key)), self.host.norm_eps
         )
-        if "RMSNorm" in name and weight is not None and eps is not None:
+        if "rmsnorm" in name.lower() and weight is not None and eps is not None:
             return NormSpec("rms", weight.shape[-1], eps, offset=self.host.norm_offset)
         if "LayerNorm" in name and hasattr(norm, "normalized_shape") and eps is not None:
             has_bias = getattr(norm, "bias", None) is not None
@@ -75,8 +75,10 @@ class HostNorms:
         added = False
         for role, name in NORM_NAMES.items():
             own = self.host.attention.norms.get(role, "")
-            if isinstance(getattr(attention, own, None), nn.Module):
-                setattr(attention, own, self._ours_if_known(getattr(attention, own)))
+            theirs = getattr(attention, own, None)
+            # timm has the identity where it has no norm.
+            if isinstance(theirs, nn.Module) and not isinstance(theirs, nn.Identity):
+                setattr(attention, own, self._ours_if_known(theirs))
             elif role in roles:
                 spec = self.for_scheme(norm).resized(getattr(attention, self.host.attention.head_dim))
                 if self.affine_heads:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,11 +34,14 @@ from .families import Branch, Host, find_host, get_host, home_named, home_of, ho
 from .norms import HostNorms
 
 __all__ = [
-    "RESIDUALS",
     "apply_gains",
     "blocks",
     "build",
+    "check_sites",
+    "grow_drop_path",
     "install",
+    "install_block",
+    "install_readout",
     "model_config",
     "rewire",
     "site_table",
@@ -47,7 +50,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-RESIDUALS = {"attention": "attn_residual", "mlp": "mlp_residual", "parallel": "residual"}
+_RESIDUALS = {"attention": "attn_residual", "mlp": "mlp_residual", "parallel": "residual"}
 # The weights of a sublayer that a scheme may initialise in its own way.
 _ROLES = {"attention": ("q", "k", "v", "o"), "mlp": ("mlp",), "parallel": ("q", "k", "v", "o", "mlp")}
 
@@ -59,7 +62,8 @@ def rewire(model: Any, scheme: str | Scheme = "siamese", *, init: bool = False, 
     the scheme has no place for is removed, and a trained one is named in a warning.
 
     Args:
-        model: a model of a supported family (:func:`siamesenorm.hosts.hosts`), with or without a head.
+        model: a model of a supported family (:func:`siamesenorm.hosts.hosts`), with or without a head, or a
+            ``VisionTransformer`` of timm (see :mod:`siamesenorm.hosts.timm_vit`).
         scheme: a scheme's name (:func:`siamesenorm.schemes`), or a :class:`~siamesenorm.residual.Scheme`.
         init: apply the scheme's own initialisation to the existing weights too, for a model that is not trained yet.
         **options: the scheme's options.
@@ -77,7 +81,7 @@ def rewire(model: Any, scheme: str | Scheme = "siamese", *, init: bool = False, 
         return home.rewire(model, make_scheme(scheme, **options), init=init)
     host = find_host(model)
     made = make_scheme(scheme, **options)
-    _check_sites(host, made, model.config)
+    check_sites(made, stack_sites(model.config.num_hidden_layers, host.kinds(model.config)))
     _check_parts(host, model)
     # A rewired model has a config of its own: the one it was made with may belong to other models too.
     old = model.config
@@ -150,7 +154,7 @@ def model_config(
         _check_values(result, config)
     except (TypeError, ValueError, ArithmeticError, StrictDataclassError) as error:
         raise ConfigError(f"this is no valid {family.prefix} config: {one_line(error)}") from error
-    _check_sites(family, made, result)
+    check_sites(made, stack_sites(result.num_hidden_layers, family.kinds(result)))
     return result
 
 
@@ -210,49 +214,68 @@ def install(model: Any, *, init: bool = True) -> list[str]:
     norms = HostNorms(host, model.config.residual_norm)
     sublayers = host.sublayers(model.config)
     sites = stack_sites(len(stack), host.kinds(model.config))
-    rate = _drop_path_rate(model.config)
     dropped = []
     for index, block in enumerate(stack):
         here = sites[index * len(sublayers) : (index + 1) * len(sublayers)]
-        removed = _install_block(block, scheme, norms, tuple(zip(sublayers, here, strict=True)))
+        removed = install_block(block, scheme, norms, tuple(zip(sublayers, here, strict=True)), swap_class)
+        block.tap = Tap().train(block.training)
         dropped += [f"{host.blocks}.{index}.{name}" for name in removed]
-        for placed in block.sublayers:
-            # From none in the first block to all of the rate in the last.
-            getattr(block, placed.residual).drop_path = rate * index / max(len(stack) - 1, 1)
         if init:
             apply_gains(host, scheme, block, here)
-    final = norms.ours(getattr(base, host.final_norm))
-    final.__class__ = FinalRMSNorm if isinstance(final, RMSNorm) else FinalLayerNorm
-    final.readout = norms.like(scheme.readout(norms.for_scheme(final)), final, base)
-    setattr(base, host.final_norm, final)
+    grow_drop_path(stack, _drop_path_rate(model.config))
+    setattr(base, host.final_norm, install_readout(getattr(base, host.final_norm), scheme, norms, base))
     return dropped
 
 
-def _install_block(
-    block: Any, scheme: Scheme, norms: HostNorms, sublayers: tuple[tuple[tuple[Branch, ...], Site], ...]
+def grow_drop_path(stack: Sequence[Any], rate: float) -> None:
+    """Give rewired blocks stochastic depth, from none in the first to all of the rate in the last."""
+    for index, block in enumerate(stack):
+        for placed in block.sublayers:
+            getattr(block, placed.residual).drop_path = rate * index / max(len(stack) - 1, 1)
+
+
+def install_readout(final: Any, scheme: Scheme, norms: HostNorms, base: Any) -> Any:
+    """A host's final norm, become the package's and closing the stack; placed like ``base`` if it learns nothing."""
+    final = norms.ours(final)
+    final.__class__ = FinalRMSNorm if isinstance(final, RMSNorm) else FinalLayerNorm
+    final.readout = norms.like(scheme.readout(norms.for_scheme(final)), final, base)
+    return final
+
+
+def install_block(
+    block: Any,
+    scheme: Scheme,
+    norms: HostNorms,
+    sublayers: tuple[tuple[tuple[Branch, ...], Site], ...],
+    swap: Callable[[Any], None],
 ) -> list[str]:
-    """Rewire one block; the names of trained norms that were removed."""
-    swap_class(block)
-    block.scheme, block.tap = scheme, Tap().train(block.training)
+    """Rewire one block; the names of trained norms that were removed.
+
+    ``swap`` gives a block, and an attention that needs one, the rewired counterpart of its class, in place.
+    """
+    swap(block)
+    block.scheme = scheme
     placed, removed = [], []
     for branches, site in sublayers:
         place = scheme.input_norm(site)
-        for name in dict.fromkeys(branch.norm for branch in branches):
-            norm = norms.ours(getattr(block, name))
+        for path in dict.fromkeys(branch.norm for branch in branches):
+            parent, _, name = path.rpartition(".")
+            owner = block.get_submodule(parent)
+            norm = norms.ours(getattr(owner, name))
             if place != "none":
                 norm.scale = scheme.input_scale(site)
-                setattr(block, name, norm)
+                setattr(owner, name, norm)
                 continue
-            removed += [name] if norms.is_trained(norm) else []
-            delattr(block, name)
-        residual = RESIDUALS[site.kind]
+            removed += [path] if norms.is_trained(norm) else []
+            delattr(owner, name)
+        residual = _RESIDUALS[site.kind]
         setattr(block, residual, norms.like(scheme.sublayer(site, norms.for_scheme(norm)), norm, block))
         placed.append(Placed(residual, branches, place))
         for branch in branches:
             if branch.kind == "attention":
                 attention = getattr(block, branch.module)
                 if norms.norm_heads(attention, scheme.branch_norms(site), norm):
-                    swap_class(attention)
+                    swap(attention)
                     attention.roles = norms.host.attention
     block.sublayers = tuple(placed)
     return removed
@@ -301,11 +324,11 @@ def _drop_path_rate(config: Any) -> float:
     return rate
 
 
-def _check_sites(host: Host, scheme: Scheme, config: Any) -> None:
+def check_sites(scheme: Scheme, sites: Iterable[Site]) -> None:
     """Let a scheme refuse a host before anything is changed."""
     spec = NormSpec("rms", 1)
     with torch.device("meta"):
-        for site in stack_sites(config.num_hidden_layers, host.kinds(config)):
+        for site in sites:
             scheme.sublayer(site, spec)
 
 

@@ -1,4 +1,4 @@
-"""Saved models: registration with transformers' Auto classes, and loading with checks."""
+"""Saved models: registration with transformers' Auto classes and timm's registry, and loading with checks."""
 
 from __future__ import annotations
 

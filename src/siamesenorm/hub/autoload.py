@@ -1,18 +1,20 @@
-"""Registration with transformers and diffusers, at no cost to those who do not use them.
+"""Registration with transformers, diffusers and timm, at no cost to those who do not use them.
 
-Rewired models have a ``model_type`` and classes of their own. When transformers' table of configs is imported (at once
-if it is already), each family puts a stand-in there that becomes its config class on first use; with the first config
-the models are registered too. Nothing can be made earlier, since transformers imports that table while it is still
-importing its own configs and models. diffusers has no table of models: a pipeline that it saves names the module of a
-class, which is looked for among those that are imported, so ours is imported right behind the one that it extends. This
-module imports only the standard library until then.
+Each library is told of this package's models right after it is imported, or at once if it is already. This module
+imports only the standard library until then.
+
+Rewired models of transformers have a ``model_type`` and classes of their own. Each family puts a stand-in into
+transformers' table of configs that becomes its config class on first use; with the first config the models are
+registered too. Nothing can be made earlier, since transformers imports that table while it is still importing its own
+configs and models. diffusers has no table of models: a pipeline that it saves names the module of a class, which is
+looked for among those that are imported, so ours are imported right behind the one that they extend. timm's registry
+holds functions, and importing ``timm_models`` puts ours there.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.abc
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -49,21 +51,33 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self.name:
+        if fullname != self.name or self not in sys.meta_path:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader, self.action)
-        return spec
+        # Whoever only looks whether the module is there asks too, so this finder stays until the module is imported.
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Then(spec.loader, self.imported)
+                return spec
+        return None
+
+    def imported(self) -> None:
+        """Act, and be gone."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self.action()
 
 
 class _Then(importlib.abc.Loader):
-    """A loader that runs ``action`` after the module."""
+    """A loader that calls ``then`` after the module has run, and is the module's own loader in everything else."""
 
-    def __init__(self, loader: Any, action: Callable[[], None]) -> None:
+    def __init__(self, loader: Any, then: Callable[[], None]) -> None:
         self.loader = loader
-        self.action = action
+        self.then = then
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["loader"], name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
@@ -72,12 +86,13 @@ class _Then(importlib.abc.Loader):
         self.loader.exec_module(module)
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
-        self.action()
+        self.then()
 
 
 def watch() -> None:
-    """Register with transformers and with diffusers, each now or when it is imported."""
-    for name, action in ((_CONFIGS, _register_configs), (DIT_MODELS, _import_dit)):
+    """Register with transformers, diffusers and timm, each now or when it is imported."""
+    actions = {_CONFIGS: _register_configs, DIT_MODELS: _import_dit, "timm": _register_with_timm}
+    for name, action in actions.items():
         if name in sys.modules:
             action()
         else:
@@ -141,4 +156,10 @@ def _register_config(host: Host) -> None:
 
 
 def _import_dit() -> None:
+    # A saved pipeline names the modules of its parts, and diffusers takes only those that are imported.
     importlib.import_module("siamesenorm.hosts.dit")
+    importlib.import_module("siamesenorm.hub.pixels")
+
+
+def _register_with_timm() -> None:
+    importlib.import_module(f"{__package__}.timm_models")

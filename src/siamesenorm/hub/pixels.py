@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
-from diffusers.models.autoencoders.vae import DecoderOutput
 
 # A saved pipeline is loaded by looking for this name, too, in the module of a component's class.
 from diffusers.models.modeling_utils import ModelMixin
@@ -30,6 +31,9 @@ class PixelAutoencoder(ModelMixin, ConfigMixin):
         """The images (batch, channels, height, width)."""
         return images
 
-    def decode(self, latents: Tensor, return_dict: bool = True) -> DecoderOutput | tuple[Tensor]:
-        """The latents (batch, channels, height, width)."""
+    def decode(self, latents: Tensor, return_dict: bool = True) -> Any:
+        """The latents (batch, channels, height, width), as ``.sample`` or in a tuple."""
+        # diffusers' autoencoders import its DiT, with which this module is imported.
+        from diffusers.models.autoencoders.vae import DecoderOutput
+
         return DecoderOutput(sample=latents) if return_dict else (latents,)

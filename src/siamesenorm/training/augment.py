@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,11 @@ def shifted(images: Tensor, most: int, generator: torch.Generator) -> Tensor:
                   rows[:, None, :, None], columns[:, None, None, :]]  # fmt: skip
 
 
-def crops(recipe: AugmentRecipe, size: int, *, flip: bool) -> Callable[[Any], np.ndarray] | None:
+def crops(recipe: AugmentRecipe, size: int, channels: int, *, flip: bool) -> Callable[[Any], np.ndarray] | None:
     """timm's random crop and policy over PIL images, to (channels, size, size) of bytes; ``None`` where none is asked.
 
-    It draws from the generators of Python, numpy and torch.
+    A policy without a random crop is given the centre of an image. All of it draws from the generators of Python, numpy
+    and torch.
 
     Raises:
         ConfigError: timm is not installed, or does not know the policy.
@@ -45,15 +47,33 @@ def crops(recipe: AugmentRecipe, size: int, *, flip: bool) -> Callable[[Any], np
             size,
             is_training=True,
             use_prefetcher=True,
-            scale=None if recipe.random_crop is None else (recipe.random_crop, 1.0),
+            # timm's defaults crop to 0.08 of the area.
+            scale=(1.0 if recipe.random_crop is None else recipe.random_crop, 1.0),
+            ratio=(1.0, 1.0) if recipe.random_crop is None else None,
             hflip=0.5 if flip else 0.0,
             color_jitter=None,
             auto_augment=recipe.auto_augment,
             interpolation="bicubic",
+            # What fills an image that a policy has moved: a colour, or a shade of grey.
+            mean=data.constants.IMAGENET_DEFAULT_MEAN if channels == 3 else (0.5,),
         )
     except (AssertionError, ValueError, KeyError) as error:
         raise ConfigError(f"timm cannot make augment.auto_augment={recipe.auto_augment}: {one_line(error)}") from error
+    for step in transform.transforms:
+        _keep_a_bit(step)
     return lambda image: np.asarray(transform(image))
+
+
+def _keep_a_bit(step: Any) -> None:
+    """timm's policies may keep none of an image's bits, which newer releases of Pillow refuse: keep one."""
+    pairs = getattr(step, "policy", ())
+    for op in (*getattr(step, "ops", ()), *(op for pair in pairs for op in pair)):
+        if op.name.startswith("Posterize"):
+            op.level_fn = partial(_at_least_one, op.level_fn)
+
+
+def _at_least_one(bits_at: Callable[..., tuple[int]], level: float, hparams: Any) -> tuple[int]:
+    return (max(bits_at(level, hparams)[0], 1),)
 
 
 def mixer(
@@ -72,14 +92,14 @@ def mixer(
     return made
 
 
-def eraser(recipe: AugmentRecipe) -> Callable[[Tensor], Tensor] | None:
-    """timm's random erasing over a batch of normalised images; ``None`` where none is asked for.
+def eraser(recipe: AugmentRecipe, device: str = "cpu") -> Callable[[Tensor], Tensor] | None:
+    """timm's random erasing over a batch of normalised images on a device; ``None`` where none is asked for.
 
     It draws from the generators of Python and torch.
     """
     if not recipe.erase:
         return None
-    made: Any = _timm_data("augment.erase").random_erasing.RandomErasing(recipe.erase, mode="pixel", device="cpu")
+    made: Any = _timm_data("augment.erase").random_erasing.RandomErasing(recipe.erase, mode="pixel", device=device)
     return made
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import random
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -183,8 +185,9 @@ class EngineModule(TrainModule):
     def _seed(self, step: int) -> None:
         seed = _step_seed(self.seed, step, self.processes.rank)
         torch.manual_seed(seed)
-        # timm mixes images by numpy's generator.
+        # timm mixes images by numpy's generator, and erases parts of them by Python's.
         np.random.seed(seed % 2**32)
+        random.seed(seed)
 
     @contextlib.contextmanager
     def _gradients_in_step(self, *, last: bool) -> Iterator[None]:
@@ -577,7 +580,9 @@ class ImageLoader(DataLoaderBase):
         order = torch.randperm(len(self.data), generator=_generator(self.seed, self.epoch, -1)).numpy()
         rest = range(self.batches_processed, self.total_batches)
         shares = _Shares(self, order)
-        yield from DataLoader(shares, sampler=rest, batch_size=None, num_workers=self.data.workers)
+        yield from DataLoader(
+            shares, sampler=rest, batch_size=None, num_workers=self.data.workers, worker_init_fn=_ignore_signals
+        )
 
     def get_mock_batch(self) -> dict[str, Any]:
         """The first images there are, as often as it takes."""
@@ -602,6 +607,13 @@ class _Shares(torch.utils.data.Dataset[Any]):
         start = number * self.size + self.rank * share
         generator = _generator(self.seed, self.epoch, number * self.world + self.rank)
         return self.data.batch(self.order[start : start + share], generator)
+
+
+def _ignore_signals(worker: int) -> None:
+    """Leave SIGINT and SIGTERM, which may go to all processes of a job, to the one that saves a checkpoint on them."""
+    del worker
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
 
 
 def _generator(*numbers: int) -> torch.Generator:

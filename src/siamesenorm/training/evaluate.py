@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
 from siamesenorm.residual import ConfigError
 from siamesenorm.training.processes import ALONE, Processes
+from siamesenorm.training.settings import autocasting
 
 if TYPE_CHECKING:
     from siamesenorm.training.documents import DocumentMask
@@ -62,6 +64,22 @@ def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """A model in evaluation mode, and afterwards in the mode that it was in."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def spread(available: int, wanted: int) -> np.ndarray:
+    """So many numbers, (wanted,), of those below ``available``, evenly spread over them and always the same."""
+    return np.arange(wanted) * available // wanted
+
+
 def held_out_sequences(shards: Sequence[np.ndarray], sequence_length: int, count: int | None) -> np.ndarray:
     """Sequences to evaluate on, shape (count, sequence_length): always the same, spread evenly over all the tokens.
 
@@ -81,7 +99,7 @@ def held_out_sequences(shards: Sequence[np.ndarray], sequence_length: int, count
             f"the held-out tokens ({sum(map(len, shards)):,}) make {available} sequences of {sequence_length}; data."
             f"validation_sequences asks for {max(wanted, 1)}"
         )
-    chosen = np.arange(wanted) * available // wanted
+    chosen = spread(available, wanted)
     shard_of = np.searchsorted(ends, chosen, side="right")
     out = np.empty((wanted, sequence_length), dtype=shards[0].dtype)
     for row, (sequence, shard) in enumerate(zip(chosen, shard_of, strict=True)):
@@ -99,7 +117,6 @@ def evaluate(
     device: torch.device,
     autocast: torch.dtype | None = None,
     mask: DocumentMask | None = None,
-    progress: Callable[[int, int], None] | None = None,
     processes: Processes = ALONE,
 ) -> Evaluation:
     """Mean loss over all next-token predictions within the sequences, each token weighing the same.
@@ -111,32 +128,20 @@ def evaluate(
         device: where the model is.
         autocast: the dtype of autocast, or None for none.
         mask: keeps documents apart, where they were apart in training.
-        progress: called with the number of sequences done and their total, which are this process's own.
         processes: those that share the work, all calling this with the same sequences.
     """
-    was_training = model.training
-    model.eval()
     total = torch.zeros((), dtype=torch.float64, device=device)
     counted = torch.zeros((), dtype=torch.long, device=device)
-    # Processes that hold a model in parts must run it equally often, so short shares are filled up with what was there.
-    share = -(-len(sequences) // processes.count)
-    mine = np.arange(processes.rank * share, (processes.rank + 1) * share)
-    try:
-        for start in range(0, share, batch_size):
-            rows = mine[start : start + batch_size]
-            ids = torch.as_tensor(sequences[rows % len(sequences)].astype(np.int64), device=device)
-            with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+    with evaluating(model):
+        for rows, counting in processes.shares(len(sequences), batch_size):
+            ids = torch.as_tensor(sequences[rows].astype(np.int64), device=device)
+            with autocasting(device.type, autocast):
                 more = {} if mask is None else mask.inputs(model, ids)
                 logits = model(input_ids=ids, use_cache=False, **more).logits
             labels = ids[:, 1:] if mask is None else mask.labels(ids[:, :-1], ids[:, 1:])
-            again = torch.as_tensor(rows >= len(sequences), device=device)
-            labels = labels.masked_fill(again[:, None], IGNORED)
+            labels = labels.masked_fill(~counting.to(device)[:, None], IGNORED)
             total += summed_loss(logits[:, :-1], labels).double()
             counted += (labels != IGNORED).sum()
-            if progress is not None:
-                progress(min(start + batch_size, share), share)
-    finally:
-        model.train(was_training)
     processes.sum(total), processes.sum(counted)
     # Only sequences of nothing but document ends leave nothing to count.
     tokens = max(int(counted), 1)

@@ -7,6 +7,11 @@ from typing import Any
 import torch
 
 
+def sees_images(model: Any) -> bool:
+    """Whether a model of transformers is one of images, and not of text."""
+    return getattr(model.config, "image_size", None) is not None
+
+
 def forward_inputs(
     model: Any,
     rows: int = 1,
@@ -31,7 +36,7 @@ def forward_inputs(
         latents = torch.zeros((rows, channels, side, side), device=device)
         inputs = {"hidden_states": latents, "timestep": zeros, "class_labels": zeros}
         return inputs, (side // config["patch_size"]) ** 2
-    if getattr(config, "image_size", None) is not None:
+    if sees_images(model):
         height, width = (config.image_size,) * 2 if isinstance(config.image_size, int) else config.image_size
         positions = model.base_model.embeddings.position_embeddings.shape[1]
         return {"pixel_values": torch.zeros((rows, config.num_channels, height, width), device=device)}, positions

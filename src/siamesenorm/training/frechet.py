@@ -14,8 +14,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,19 @@ from torch.nn import functional
 
 from siamesenorm import hub
 from siamesenorm.data.arrays import cache_root
+from siamesenorm.data.images import ImageArrays
 from siamesenorm.residual import ConfigError
+from siamesenorm.training.build import check
+from siamesenorm.training.example import sees_images
 from siamesenorm.training.normalise import Normalise
 from siamesenorm.training.recipe import ImageDiffusionRecipe, digest
 from siamesenorm.training.recipe_files import load
 from siamesenorm.training.run_folder import model_folder
+from siamesenorm.training.tasks import task_of
 
 _RECIPE = "vit-tiny"
 _BATCH = 64
+_SECONDS_BETWEEN_LOOKS = 5
 
 
 def distance(features: np.ndarray, others: np.ndarray) -> float:
@@ -71,16 +77,21 @@ class Judge:
         """
         folder = model_folder(path)
         model = hub.load(folder)
-        if not hasattr(model.config, "image_size"):
+        if not sees_images(model):
             raise ConfigError(f"'{folder}' holds no image classifier, which the Fréchet distance needs")
         return cls(path, model.eval(), Normalise.load(folder))
+
+    def check_channels(self, channels: int) -> None:
+        """Refuse images of another number of channels than the classifier takes."""
+        own = self.model.config.num_channels
+        if channels != own:
+            raise ConfigError(f"the classifier in {self.path} takes images of {own} channels, not {channels}")
 
     @torch.no_grad()
     def features(self, images: np.ndarray) -> np.ndarray:
         """Features (images, width) of images (images, height, width, channels), bytes; resized if they have to be."""
-        side, channels = self.model.config.image_size, self.model.config.num_channels
-        if images.shape[-1] != channels:
-            raise ConfigError(f"the classifier in {self.path} takes {channels} channels, not {images.shape[-1]}")
+        side = self.model.config.image_size
+        self.check_channels(images.shape[-1])
         found = []
         for start in range(0, len(images), _BATCH):
             pixels = torch.from_numpy(images[start : start + _BATCH]).permute(0, 3, 1, 2).float() / 255
@@ -99,12 +110,7 @@ def judge_for(recipe: ImageDiffusionRecipe, *, image_size: int, channels: int, n
     """
     if recipe.sample.classifier is not None:
         return Judge.load(Path(recipe.sample.classifier))
-    overrides = [
-        f"data.source={json.dumps(recipe.data.source)}",
-        f"data.image_size={image_size}",
-        f"data.channels={channels}",
-        f"data.sha256={recipe.data.sha256}",
-    ]
+    overrides = _overrides(recipe, image_size, channels)
     wanted = load(_RECIPE, overrides)
     folder = cache_root() / "classifiers" / f"{_RECIPE}-{digest(wanted)[:16]}"
     if not (folder / "summary.json").is_file():
@@ -112,12 +118,56 @@ def judge_for(recipe: ImageDiffusionRecipe, *, image_size: int, channels: int, n
         # A process of its own, since the processes that have met to train this run cannot part and meet again.
         alone = {key: value for key, value in os.environ.items() if key not in _OF_TORCHRUN}
         command = [sys.executable, "-m", "siamesenorm", "train", _RECIPE, *overrides, "--out", str(folder), "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, env=alone)
+        while True:
+            done = subprocess.run(command, capture_output=True, text=True, env=alone)
+            if "another process is training" not in done.stderr:
+                break
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
         if done.returncode:
             raise ConfigError(
                 f"the classifier for the Fréchet distance cannot be trained: {done.stderr[-500:].strip()}"
             )
     return Judge.load(folder)
+
+
+def check_judge(recipe: ImageDiffusionRecipe, data: ImageArrays) -> None:
+    """Refuse a recipe whose images `judge_for` would have no classifier for, before there is a use for it.
+
+    Args:
+        recipe: with a distance to measure.
+        data: its images.
+
+    Raises:
+        ConfigError: the classifier takes images of other channels, or `vit-tiny` cannot be trained on these.
+    """
+    if recipe.sample.classifier is not None:
+        Judge.load(Path(recipe.sample.classifier)).check_channels(data.channels)
+        return
+    # Whether they are the right images is not the question here.
+    recipe = replace(recipe, data=replace(recipe.data, sha256=None))
+    wanted = load(_RECIPE, _overrides(recipe, data.image_size, data.channels))
+    task = task_of(wanted)
+    task.keep(data)
+    try:
+        check(wanted)
+        task.pinned(data)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{_RECIPE} cannot be trained on these images to make the classifier for the Fréchet distance: {error}; "
+            "sample.classifier names another one, and sample.distance_images=0 does without"
+        ) from error
+
+
+def _overrides(recipe: ImageDiffusionRecipe, image_size: int, channels: int) -> list[str]:
+    """What makes `vit-tiny` a recipe for the images of another."""
+    data = recipe.data
+    return [
+        f"data.source={json.dumps(data.source)}",
+        f"data.image_size={image_size}",
+        f"data.channels={channels}",
+        f"data.crop_fraction={json.dumps(data.crop_fraction)}",
+        f"data.sha256={json.dumps(data.sha256)}",
+    ]
 
 
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -27,7 +27,7 @@ from siamesenorm.training.build import checkpoint_activations, tie_weights
 from siamesenorm.training.cost import balanced_experts
 from siamesenorm.training.processes import Processes
 from siamesenorm.training.recipe import Recipe
-from siamesenorm.training.settings import autocast_of
+from siamesenorm.training.settings import autocast_of, autocasting
 from siamesenorm.training.tasks import task_of
 
 
@@ -106,9 +106,9 @@ def per_machine(ranks: int) -> int:
 
 def _forward_and_backward(model: Any, recipe: Recipe, batch: int) -> None:
     """A micro-batch, as the train module runs it."""
-    task, low = task_of(recipe), autocast_of(recipe)
+    task = task_of(recipe)
     inputs, _ = task.example(model, batch, "cpu")
-    with torch.autocast("cpu", dtype=low, enabled=low is not None):
+    with autocasting("cpu", autocast_of(recipe)):
         loss = task.example_loss(model, inputs)
     loss.backward()
 

@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 
 from siamesenorm.data.images import ImageSplit
+from siamesenorm.training.plot import figure_of
 
+# A picture of more is too high to be drawn, let alone looked at.
+MOST_ROWS = 100
 _MOST_NAMED = 25
 _MOST_MISTAKES = 40
 
@@ -27,7 +30,7 @@ def confusion(labels: np.ndarray, guesses: np.ndarray, classes: Sequence[str], p
     counts = np.zeros((count, count), dtype=np.int64)
     np.add.at(counts, (labels, guesses), 1)
     shares = counts / counts.sum(1, keepdims=True).clip(min=1)
-    figure, axes = _figure(6.4, 5.6)
+    figure, axes = figure_of(6.4, 5.6)
     shown = axes.imshow(shares, vmin=0, vmax=1, cmap="Blues")
     figure.colorbar(shown, label="share of the class")
     right = f"{(labels == guesses).mean():.2%} of {len(labels):,} images right"
@@ -62,7 +65,7 @@ def mistakes(
     shown = wrong[:_MOST_MISTAKES]
     columns = min(max(len(shown), 1), 8)
     rows = -(-max(len(shown), 1) // columns)
-    figure, grid = _figure(1.5 * columns + 0.2, 1.9 * rows + 0.5, rows, columns)
+    figure, grid = figure_of(1.5 * columns + 0.2, 1.9 * rows + 0.5, rows, columns)
     for axes in np.atleast_1d(grid).flat:
         axes.axis("off")
     what = f"all {len(wrong)}" if len(shown) == len(wrong) else f"the surest {len(shown)} of {len(wrong):,}"
@@ -75,20 +78,19 @@ def mistakes(
     figure.savefig(path, dpi=120)
 
 
-def sheet(images: np.ndarray, columns: int, *, scale: int | None = None) -> Any:
-    """Images side by side as one PIL image, with a line between them.
+def sheet(images: np.ndarray, columns: int) -> Any:
+    """Images side by side as one PIL image, each at least 64 pixels high, with a line between them.
 
     Args:
         images: (count, height, width, channels), numbers between 0 and 1, row after row.
         columns: in a row.
-        scale: how many pixels a side each pixel becomes; by default as many as make an image 64 pixels high or more.
     """
     from PIL import Image
 
     count, height, width, channels = images.shape
-    scale = scale or max(1, -(-64 // height))
+    scale = max(1, -(-64 // height))
     rows = -(-count // columns)
-    line = 2
+    line = max(2, height * scale // 16)
     canvas = np.full((rows * (height * scale + line) + line, columns * (width * scale + line) + line, channels), 1.0)
     for index, image in enumerate(images):
         top = (index // columns) * (height * scale + line) + line
@@ -109,7 +111,7 @@ def samples(sheets: Sequence[tuple[str, Any]], classes: Sequence[str], path: Pat
     """
     ratio = sheets[0][1].width / sheets[0][1].height
     height = max(0.55 * len(classes), 2.0)
-    figure, grid = _figure(height * ratio * len(sheets) + 0.8, height + 0.5, 1, len(sheets))
+    figure, grid = figure_of(height * ratio * len(sheets) + 0.8, height + 0.5, 1, len(sheets))
     for axes, (title, image) in zip(np.atleast_1d(grid).flat, sheets, strict=True):
         axes.imshow(image, cmap="gray" if image.mode == "L" else None, vmin=0, vmax=255)
         axes.set_title(title)
@@ -119,12 +121,3 @@ def samples(sheets: Sequence[tuple[str, Any]], classes: Sequence[str], path: Pat
     step = image.height / len(classes)
     first.set_yticks([(row + 0.5) * step for row in range(len(classes))], classes)
     figure.savefig(path, dpi=120)
-
-
-def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots(rows, columns)

@@ -10,12 +10,7 @@ import numpy as np
 
 def loss_curve(lines: list[dict[str, Any]], title: str, label: str, path: Path) -> None:
     """Draw ``metrics.jsonl``'s lines; the training loss thin, with its moving mean, the validation loss as points."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, axes = figure_of(7, 4.2)
     train = [(line["step"], line["loss"]) for line in lines if line.get("loss") is not None]
     if train:
         steps, losses = (np.array(column) for column in zip(*train, strict=True))
@@ -39,3 +34,13 @@ def loss_curve(lines: list[dict[str, Any]], title: str, label: str, path: Path) 
     if train or held_out:
         axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def figure_of(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
+    """A figure of so many inches that needs no display, and its axes: one, or an array of them."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(rows, columns)

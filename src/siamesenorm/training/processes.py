@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -63,6 +64,18 @@ class Processes:
         if self.count > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def shares(self, count: int, batch_size: int) -> Iterator[tuple[np.ndarray, Tensor]]:
+        """This process's share of ``count`` items, in batches: their numbers, and whether each counts.
+
+        Processes that hold a model in parts must run it equally often, so short shares are filled up with items that
+        count elsewhere.
+        """
+        share = -(-count // self.count)
+        mine = np.arange(self.rank * share, (self.rank + 1) * share)
+        for start in range(0, share, batch_size):
+            rows = mine[start : start + batch_size]
+            yield rows % count, torch.from_numpy(rows < count)
 
     def smallest(self, number: int) -> int:
         """The smallest of every process's ``number``."""

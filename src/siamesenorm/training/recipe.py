@@ -213,7 +213,8 @@ class SampleRecipe:
 
 @dataclass(frozen=True)
 class PictureRecipe:
-    """The pictures that a finished run draws: ``per_class`` of each class at each ``guidance`` scale (1 is none).
+    """The pictures that a finished run draws: ``per_class`` of each class at each ``guidance`` scale (1 is none); of
+    many classes, the first hundred.
 
     ``sampler`` is one of ``siamesenorm sample``'s, run for ``steps``. With ``distance_images``, so many more are drawn
     without guidance and compared with the held-out ones: the Fréchet distance of their features in a classifier of the
@@ -354,7 +355,12 @@ def nearest_key(key: str, kind: type[Recipe]) -> str:
     same_leaf = [valid for valid in keys if valid.rsplit(".", 1)[-1] == leaf]
     if len(same_leaf) == 1:
         return f"did you mean '{same_leaf[0]}'?"
-    elsewhere = [task for task, other in TASKS.items() if other is not kind and key in valid_keys(other)]
+    # A key with others below it is no valid one of its own.
+    elsewhere = [
+        task
+        for task, other in TASKS.items()
+        if other is not kind and any(f"{valid}.".startswith(f"{key}.") for valid in valid_keys(other))
+    ]
     return f"it belongs to the task {elsewhere[0]}" if elsewhere else nearest(key, keys)
 
 
@@ -456,7 +462,10 @@ _LEAST: dict[str, float] = {
 _ABOVE_ZERO = (
     "optim.lr", "optim.eps", "train.max_grad_norm", "diffusion.beta_start", "diffusion.beta_end", "data.crop_fraction",
 )  # fmt: skip
-_BELOW_ONE = ("optim.beta1", "optim.beta2", "train.ema_decay", "loss.label_smoothing", "diffusion.label_dropout")
+_BELOW_ONE = (
+    "optim.beta1", "optim.beta2", "train.ema_decay", "loss.label_smoothing", "diffusion.label_dropout",
+    "diffusion.beta_start", "diffusion.beta_end",
+)  # fmt: skip
 _SHARES = ("schedule.final_fraction", "augment.erase", "augment.random_crop", "data.crop_fraction")
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "data.channels": (1, 3),

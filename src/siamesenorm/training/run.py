@@ -76,7 +76,8 @@ def train(
         SaveError: where a checkpoint cannot be written.
     """
     tracking = tracking or Tracking()
-    check(recipe)
+    with _no_progress_bars():
+        check(recipe)
     device = device_of(recipe)
     with quiet_engine(verbose), together(device) as processes, ExitStack() as stack:
         display = display if processes.is_first else Silent()

@@ -63,7 +63,9 @@ class RunFolder:
         return True
 
     def release(self) -> None:
-        """Take back a claim; a folder with anything else in it is left as it is."""
+        """Take back a claim; a folder with anything else in it is left as it is, for it may be taken up again."""
+        if any(entry.name not in (self.config.name, _LOCK) for entry in self.path.iterdir()):
+            return
         for name in (self.config, self.path / _LOCK):
             name.unlink(missing_ok=True)
         with suppress(OSError):
@@ -125,6 +127,11 @@ def model_folder(path: Path) -> Path:
     if not run.model.is_dir():
         raise ConfigError(f"the run in {path} has not finished: it has no {run.model.name}/ yet")
     return run.model
+
+
+def is_pipeline(model: Path) -> bool:
+    """Whether a saved model's folder holds a pipeline of diffusers, and not a model of transformers."""
+    return (model / "model_index.json").is_file()
 
 
 class MetricsFile:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from siamesenorm.residual import ConfigError, nearest, one_line
+from siamesenorm.training.run_folder import is_pipeline
 
 SAMPLERS = {
     "ddim": "DDIMScheduler",
@@ -40,15 +41,20 @@ def load_pipeline(path: Path) -> Any:
     from diffusers import DiTPipeline
     from diffusers.utils import logging
 
-    if not (path / "model_index.json").is_file():
+    verbosity = logging.get_verbosity()
+    if not is_pipeline(path):
         raise ConfigError(f"'{path}' holds no diffusion model: it has no model_index.json")
     logging.disable_progress_bar()
+    # It warns that an autoencoder of pixels is none of its own, and of numbers that JSON keeps as text.
+    logging.set_verbosity_error()
     try:
         pipeline = DiTPipeline.from_pretrained(path, local_files_only=True)
     except ConfigError:
         raise
     except Exception as error:  # whatever a damaged file makes the readers raise
         raise ConfigError(f"cannot load the diffusion model in '{path}': {one_line(error)}") from error
+    finally:
+        logging.set_verbosity(verbosity)
     return pipeline
 
 

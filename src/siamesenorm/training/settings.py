@@ -19,6 +19,16 @@ def autocast_of(recipe: Recipe) -> torch.dtype | None:
     return torch.bfloat16 if recipe.train.precision == "bfloat16" else None
 
 
+def best_device() -> torch.device:
+    """A GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def autocasting(kind: str, dtype: torch.dtype | None) -> torch.autocast:
+    """Autocast to a dtype on a kind of device, or where it is ``None`` none, also inside of another."""
+    return torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
+
+
 def device_of(recipe: Recipe) -> torch.device:
     """Where the recipe trains.
 
@@ -27,7 +37,7 @@ def device_of(recipe: Recipe) -> torch.device:
     """
     name = recipe.train.device
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = best_device().type
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device is cuda and this machine has no CUDA device; use train.device=cpu")
     return local_device(name)

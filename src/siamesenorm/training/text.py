@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from siamesenorm.residual import ConfigError
@@ -38,9 +38,7 @@ def generate(
     Raises:
         ConfigError: for an empty prompt, or one that leaves no room for `tokens`.
     """
-    # Models are trained on documents without anything in front.
-    encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False, add_special_tokens=False)
-    encoded = encoded.to(model.device)
+    encoded = _encoded(tokenizer, prompt).to(model.device)
     length = encoded["input_ids"].shape[1]
     if not length:
         raise ConfigError("the prompt is empty; give at least one character")
@@ -67,4 +65,10 @@ def room(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str
     positions = positions_of(model)
     if positions is None:
         return wanted
-    return max(min(wanted, positions - len(tokenizer(prompt, add_special_tokens=False)["input_ids"])), 0)
+    return max(min(wanted, positions - _encoded(tokenizer, prompt)["input_ids"].shape[1]), 0)
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, prompt: str) -> BatchEncoding:
+    # Models are trained on documents without anything in front. What is too long is refused here, in clearer words
+    # than the tokeniser's own warning.
+    return tokenizer(prompt, return_tensors="pt", return_token_type_ids=False, add_special_tokens=False, verbose=False)

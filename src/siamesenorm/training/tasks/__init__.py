@@ -16,10 +16,18 @@ _HOME = {
     CLASSIFICATION: ("classification", "Classification"),
     DIFFUSION: ("diffusion", "Diffusion"),
 }
+# No field of a recipe: it is neither compared nor copied nor written down.
+_TASK = "_task"
 
 
 def task_of(recipe: Recipe) -> Task[Any, Any]:
-    """The task of a recipe."""
-    module, name = _HOME[recipe.task]
-    made: Task[Any, Any] = getattr(importlib.import_module(f"{__name__}.{module}"), name)(recipe)
+    """The task of a recipe: the same one each time it is asked of the same object.
+
+    So what a task has looked at for one question is there for the next.
+    """
+    kept = vars(recipe)
+    if _TASK not in kept:
+        module, name = _HOME[recipe.task]
+        kept[_TASK] = getattr(importlib.import_module(f"{__name__}.{module}"), name)(recipe)
+    made: Task[Any, Any] = kept[_TASK]
     return made

@@ -127,6 +127,9 @@ class Task(ABC, Generic[R, D]):
     def load(self, processes: Processes) -> D:
         """The data, checked; made ready by the first of the processes where it is not."""
 
+    def keep(self, data: D) -> None:
+        """Take data that has been looked at elsewhere for this recipe's, where looking is long."""
+
     @abstractmethod
     def pinned(self, data: D) -> R:
         """The recipe with the place and fingerprint of its data in it.

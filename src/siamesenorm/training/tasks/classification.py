@@ -15,12 +15,13 @@ from torch.nn import functional
 from siamesenorm.data.images import ImageArrays, ImageSplit
 from siamesenorm.residual import ConfigError
 from siamesenorm.training import augment, pictures
+from siamesenorm.training.evaluate import evaluating
 from siamesenorm.training.normalise import Normalise
 from siamesenorm.training.processes import ALONE, Processes
 from siamesenorm.training.recipe import ClassificationRecipe
-from siamesenorm.training.settings import autocast_of
+from siamesenorm.training.settings import autocast_of, autocasting
 from siamesenorm.training.tasks.base import Batch, Objective
-from siamesenorm.training.tasks.images import ImageTask, PixelBatches, shares
+from siamesenorm.training.tasks.images import ImageTask, PixelBatches
 
 CONFUSION, MISTAKES = "confusion.png", "mistakes.png"
 
@@ -56,7 +57,7 @@ class Classification(ImageTask[ClassificationRecipe]):
         known = {"image_size": wanted.image_size, "num_channels": wanted.channels}
         if not needs_data and None not in known.values() and "num_labels" in config:
             return known
-        data = self.images()
+        data = self.images
         if config.get("num_labels", len(data.classes)) != len(data.classes):
             raise ConfigError(
                 f"model.config.num_labels is {config['num_labels']}, and {data.source} has {len(data.classes)} classes"
@@ -77,14 +78,14 @@ class Classification(ImageTask[ClassificationRecipe]):
                 raise ConfigError(f"data.{name} has {len(numbers)} numbers for {channels} channels")
         if needs_data:
             size = model.config.image_size
-            augment.crops(recipe.augment, size, flip=recipe.data.flip)
+            augment.crops(recipe.augment, size, channels, flip=recipe.data.flip)
             augment.eraser(recipe.augment)
             mixed = augment.mixer(recipe.augment, model.config.num_labels, recipe.loss.label_smoothing)
             if mixed is not None and recipe.train.batch_size % 2:
                 raise ConfigError(f"augment.mixup and cutmix pair images; batches of {recipe.train.batch_size} are odd")
             if recipe.augment.shift >= (size if isinstance(size, int) else min(size)):
                 raise ConfigError(f"augment.shift ({recipe.augment.shift}) moves images of {size} pixels out of sight")
-            if recipe.augment.shift and augment.crops(recipe.augment, size, flip=False) is not None:
+            if recipe.augment.shift and augment.crops(recipe.augment, size, channels, flip=False) is not None:
                 raise ConfigError("augment.shift and augment.random_crop or auto_augment both move the image; use one")
 
     def objective(self, model: Any, data: ImageArrays, device: torch.device) -> ClassObjective:
@@ -97,7 +98,7 @@ class Classification(ImageTask[ClassificationRecipe]):
             autocast_of(recipe),
             smoothing,
             augment.mixer(recipe.augment, len(data.classes), smoothing),
-            augment.eraser(recipe.augment),
+            augment.eraser(recipe.augment, device.type),
         )
 
     @property
@@ -108,7 +109,7 @@ class Classification(ImageTask[ClassificationRecipe]):
     def batches(self, data: ImageArrays) -> PixelBatches:
         """Images, changed at random as the recipe says."""
         wanted, changes = self.recipe.data, self.recipe.augment
-        crop = augment.crops(changes, data.image_size, flip=wanted.flip)
+        crop = augment.crops(changes, data.image_size, data.channels, flip=wanted.flip)
         return PixelBatches(data.train, data.sha256, wanted.workers, wanted.flip, changes.shift, crop)
 
     def validate(
@@ -191,10 +192,10 @@ def logits_of(
     processes: Processes = ALONE,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Of images by number, a batch at a time: logits (batch, classes) in float32, labels, and which of them count."""
-    for indices, counting in shares(numbers, batch_size, processes):
-        pixels, labels = split.batch(indices)
+    for rows, counting in processes.shares(len(numbers), batch_size):
+        pixels, labels = split.batch(numbers[rows])
         images = normalise(torch.from_numpy(pixels).to(device))
-        with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+        with autocasting(device.type, autocast):
             logits = model(pixel_values=images).logits
         yield logits.float(), torch.from_numpy(labels).to(device), counting.to(device)
 
@@ -224,20 +225,18 @@ def classify(
         processes: those that share the work, all calling this.
         progress: told how many images each batch had.
     """
-    was_training = model.training
-    model.eval()
     totals = torch.zeros(4, dtype=torch.float64, device=device)
     batches = logits_of(
         model, split, numbers, normalise, batch_size=batch_size, device=device, autocast=autocast, processes=processes
     )
-    for logits, labels, counting in batches:
-        logits, labels = logits[counting], labels[counting]
-        best = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
-        loss = functional.cross_entropy(logits, labels, reduction="sum")
-        totals += torch.stack([each.double() for each in (loss, best[:, 0].sum(), best.sum(), counting.sum())])
-        if progress is not None:
-            progress(len(counting))
-    model.train(was_training)
+    with evaluating(model):
+        for logits, labels, counting in batches:
+            logits, labels = logits[counting], labels[counting]
+            best = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+            loss = functional.cross_entropy(logits, labels, reduction="sum")
+            totals += torch.stack([each.double() for each in (loss, best[:, 0].sum(), best.sum(), counting.sum())])
+            if progress is not None:
+                progress(len(counting))
     loss, first, five, images = processes.sum(totals).tolist()
     return Classified(loss / images, first / images, five / images, int(images))
 
@@ -262,11 +261,17 @@ class ClassObjective(Objective):
         self.erase = erase
 
     def prepare(self, batch: Batch) -> Batch:
-        """``pixel_values``, and ``labels`` (batch,) or, mixed, their shares (batch, classes)."""
+        """``pixel_values``, and ``labels`` (batch,) or, mixed, their shares (batch, classes).
+
+        Raises:
+            ConfigError: images are to be mixed, and there is an odd number of them.
+        """
         images, labels = self.normalise(batch["images"]), batch["labels"]
         if self.erase is not None:
             images = self.erase(images)
         if self.mix is not None:
+            if len(labels) % 2:
+                raise ConfigError(f"augment.mixup and cutmix pair images; a process's share of {len(labels)} is odd")
             images, labels = self.mix(images, labels)
         return {"pixel_values": images, "labels": labels}
 
@@ -277,7 +282,7 @@ class ClassObjective(Objective):
     def sums(self, forward: Callable[..., Any], micro_batch: Batch) -> list[Tensor]:
         """Cross-entropy, in float32."""
         labels = micro_batch["labels"]
-        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+        with autocasting(self.device.type, self.autocast):
             logits = forward(pixel_values=micro_batch["pixel_values"]).logits
         # What is mixed has been smoothed with it.
         smoothing = self.smoothing if labels.ndim == 1 else 0.0

@@ -16,12 +16,13 @@ from siamesenorm.data.images import ImageArrays
 from siamesenorm.data.latents import LatentArrays
 from siamesenorm.residual import ConfigError
 from siamesenorm.training import pictures, sampling
-from siamesenorm.training.frechet import Judge, distance, judge_for
+from siamesenorm.training.evaluate import evaluating, spread
+from siamesenorm.training.frechet import Judge, check_judge, distance, judge_for
 from siamesenorm.training.processes import ALONE, Processes
 from siamesenorm.training.recipe import DiffusionRecipe, ImageDiffusionRecipe
-from siamesenorm.training.settings import autocast_of
+from siamesenorm.training.settings import autocast_of, autocasting
 from siamesenorm.training.tasks.base import Batch, Objective
-from siamesenorm.training.tasks.images import ImageTask, PixelBatches, shares
+from siamesenorm.training.tasks.images import ImageTask, PixelBatches
 from siamesenorm.training.variational import Bound
 
 SAMPLES = "samples.png"
@@ -42,14 +43,9 @@ class Denoised:
 
 
 class Noise:
-    """The noise of a recipe, by diffusers' DDPM scheduler.
+    """The noise of a recipe, by diffusers' DDPM scheduler."""
 
-    Args:
-        recipe: its noise.
-        pixels: whether the images are pixels, whose guesses a sampler may clip to where pixels can be.
-    """
-
-    def __init__(self, recipe: DiffusionRecipe, *, pixels: bool) -> None:
+    def __init__(self, recipe: DiffusionRecipe) -> None:
         from diffusers import DDIMScheduler, DDPMScheduler
 
         common = {
@@ -58,7 +54,8 @@ class Noise:
             "beta_end": recipe.beta_end,
             "beta_schedule": recipe.beta_schedule,
             "prediction_type": recipe.prediction,
-            "clip_sample": pixels,
+            # DDIM would clip its guess of the image and not the noise that goes with it, which guidance makes much of.
+            "clip_sample": False,
             "timestep_spacing": "trailing",
         }
         self.recipe = recipe
@@ -96,14 +93,17 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
     head = None
     loss_label = "squared error of the prediction"
 
-    def images(self) -> Any:
-        """The images, or the latents that ``siamesenorm data encode-latents`` made of some."""
+    def look(self) -> Any:
+        """As for images, or the latents that ``siamesenorm data encode-latents`` made of some."""
         wanted = self.recipe.data
         if not latents.is_folder(wanted.source):
-            return super().images()
-        for name in ("image_size", "channels", "crop_fraction", "flip"):
+            return super().look()
+        decided = {"image_size": "null", "channels": "null", "crop_fraction": "null", "flip": "false"}
+        for name, nothing in decided.items():
             if getattr(wanted, name):
-                raise ConfigError(f"data.{name} was decided when {wanted.source} was made of images; leave it out")
+                raise ConfigError(
+                    f"data.{name} was decided when {wanted.source} was made of images: give data.{name}={nothing}"
+                )
         found = latents.prepare(Path(wanted.source))
         scaling = found.encoded.autoencoder_config.get("scaling_factor") or 1.0
         if set(found.encoded.shift) != {0.0} or set(found.encoded.scale) != {float(scaling)}:
@@ -120,7 +120,7 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
         double = 2 if recipe.diffusion.learned_sigma else 1
         if not needs_data and {"sample_size", "in_channels", "num_embeds_ada_norm"} <= config.keys():
             return {**out, "out_channels": double * config["in_channels"]}
-        data = self.images()
+        data = self.images
         channels, size = _shape(data)
         return {
             **out,
@@ -143,17 +143,20 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
                 "diffusion.label_dropout=0 makes a model without a null class, which cannot be guided: "
                 "sample.guidance=1"
             )
-        if not needs_data or not wanted.distance_images:
-            return
-        if wanted.classifier is not None:
-            Judge.load(Path(wanted.classifier))
-        elif latents.is_folder(recipe.data.source):
+        if wanted.distance_images == 1:
+            raise ConfigError("sample.distance_images must be 0 or at least 2: a single sample has no spread")
+        if wanted.distance_images and wanted.classifier is None and latents.is_folder(recipe.data.source):
             raise ConfigError("sample.distance_images needs a classifier of images in sample.classifier, or to be 0")
+        # What only the end of a run needs had better be missed at its beginning.
+        if needs_data and latents.is_folder(recipe.data.source):
+            self.images.autoencoder()
+        if needs_data and wanted.distance_images:
+            check_judge(recipe, _images_of(self.images))
 
     def objective(self, model: Any, data: Any, device: torch.device) -> NoiseObjective:
         """The error of the prediction, and the variational bound."""
         recipe = self.recipe
-        noise = Noise(recipe.diffusion, pixels=isinstance(data, ImageArrays))
+        noise = Noise(recipe.diffusion)
         return NoiseObjective(noise, len(data.classes), device, autocast_of(recipe))
 
     def batches(self, data: Any) -> Any:
@@ -168,26 +171,25 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
         self, model: Any, data: Any, *, device: torch.device, batch_size: int, processes: Processes = ALONE
     ) -> Denoised:
         """The errors on the held-out images, each with a noise and a time step of its own that never change."""
-        was_training = model.training
-        model.eval()
-        noise = Noise(self.recipe.diffusion, pixels=isinstance(data, ImageArrays))
+        noise = Noise(self.recipe.diffusion)
         low, timesteps = autocast_of(self.recipe), self.recipe.diffusion.timesteps
         totals = torch.zeros(3, dtype=torch.float64, device=device)
         numbers = self.held_out(data)
-        for indices, counting in shares(numbers, batch_size, processes):
-            generators = [torch.Generator().manual_seed(int(index)) for index in indices]
-            x0, labels = _held_out_batch(data, indices, generators)
-            x0 = x0.to(device)
-            drawn = torch.stack([torch.randn(x0.shape[1:], generator=each) for each in generators]).to(device)
-            t = torch.stack([torch.randint(timesteps, (), generator=each) for each in generators]).to(device)
-            xt = noise.onto(x0, drawn, t)
-            with torch.autocast(device.type, dtype=low, enabled=low is not None):
-                out = model(hidden_states=xt, timestep=t, class_labels=labels.to(device)).sample
-            parts = noise.errors(out, x0, xt, drawn, t)
-            sums = [part[counting.to(device)].double().sum() for part in parts]
-            totals[: len(sums)] += torch.stack(sums)
-            totals[2] += counting.sum()
-        model.train(was_training)
+        with evaluating(model):
+            for rows, counting in processes.shares(len(numbers), batch_size):
+                indices = numbers[rows]
+                generators = [torch.Generator().manual_seed(int(index)) for index in indices]
+                x0, labels = _held_out_batch(data, indices, generators)
+                x0 = x0.to(device)
+                drawn = torch.stack([torch.randn(x0.shape[1:], generator=each) for each in generators]).to(device)
+                t = torch.stack([torch.randint(timesteps, (), generator=each) for each in generators]).to(device)
+                xt = noise.onto(x0, drawn, t)
+                with autocasting(device.type, low):
+                    out = model(hidden_states=xt, timestep=t, class_labels=labels.to(device)).sample
+                parts = noise.errors(out, x0, xt, drawn, t)
+                sums = [part[counting.to(device)].double().sum() for part in parts]
+                totals[: len(sums)] += torch.stack(sums)
+                totals[2] += counting.sum()
         loss, variational, count = processes.sum(totals).tolist()
         learned = self.recipe.diffusion.learned_sigma
         return Denoised(loss / count, variational / count if learned else None, int(count))
@@ -203,7 +205,7 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
 
         pixels = isinstance(data, ImageArrays)
         autoencoder = PixelAutoencoder() if pixels else data.autoencoder().model
-        sampler = Noise(self.recipe.diffusion, pixels=pixels).sampler
+        sampler = Noise(self.recipe.diffusion).sampler
         names = dict(enumerate(data.classes))
         pipeline = DiTPipeline(model, autoencoder.to(model.device), sampler, id2label=names)
         pipeline.register_to_config(id2label=names)
@@ -218,24 +220,21 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
                 pipeline, labels, steps=wanted.steps, guidance=guidance, sampler=wanted.sampler, seed=self.recipe.seed
             )
 
-        classes = range(len(data.classes))
         if wanted.per_class:
+            classes = data.classes[: pictures.MOST_ROWS]
             note(f"drawing samples at guidance {', '.join(f'{scale:g}' for scale in wanted.guidance)}")
-            labels = [label for label in classes for _ in range(wanted.per_class)]
+            labels = [label for label in range(len(classes)) for _ in range(wanted.per_class)]
             drawn = [(f"guidance {scale:g}", draw(labels, scale)) for scale in wanted.guidance]
             sheets = [(title, pictures.sheet(made, wanted.per_class)) for title, made in drawn]
-            pictures.samples(sheets, data.classes, folder / SAMPLES)
+            pictures.samples(sheets, classes, folder / SAMPLES)
         if not wanted.distance_images:
             return {}
         note(f"drawing {wanted.distance_images:,} samples for the Fréchet distance")
-        held_out = data
-        if isinstance(data, LatentArrays):
-            made_of = data.encoded
-            held_out = images.prepare(made_of.source, image_size=made_of.image_size, channels=made_of.image_channels)
+        held_out = _images_of(data)
         judge = judge_for(self.recipe, image_size=held_out.image_size, channels=held_out.channels, note=note)
         # As often as they are held out, class by class.
         of = data.validation.labels
-        labels = [int(label) for label in of[np.arange(wanted.distance_images) * len(of) // wanted.distance_images]]
+        labels = [int(label) for label in of[spread(len(of), wanted.distance_images)]]
         drawn_features = judge.features((draw(labels, 1.0) * 255).round().astype(np.uint8))
         real, trained = (_features(judge, split) for split in (held_out.validation, held_out.train))
         return {
@@ -266,7 +265,7 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
 
     def next_command(self, path: Path) -> str:
         """Drawing more."""
-        return f"siamesenorm sample {path} --guidance 2"
+        return f"siamesenorm sample {path} --guidance {2 if self.recipe.diffusion.label_dropout else 1}"
 
     def example_loss(self, model: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensor:
         """The loss of `example`."""
@@ -307,7 +306,7 @@ class NoiseObjective(Objective):
     def sums(self, forward: Callable[..., Any], micro_batch: Batch) -> list[Tensor]:
         """Both errors."""
         x0, xt, noise, t = (micro_batch[name] for name in ("x0", "xt", "noise", "t"))
-        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+        with autocasting(self.device.type, self.autocast):
             out = forward(hidden_states=xt, timestep=t, class_labels=micro_batch["labels"]).sample
         return [part.sum() for part in self.noise.errors(out, x0, xt, noise, t)]
 
@@ -365,6 +364,27 @@ def _held_out_batch(data: Any, indices: np.ndarray, generators: list[torch.Gener
     )
 
 
+def _images_of(data: Any) -> ImageArrays:
+    """The images, also those that latents were made of."""
+    if isinstance(data, ImageArrays):
+        return data
+    encoded, arguments = data.encoded, data.facts.get("arguments") or {}
+    found = images.prepare(
+        encoded.source,
+        image_size=encoded.image_size,
+        channels=encoded.image_channels,
+        crop_fraction=arguments.get("crop_fraction", 1.0),
+    )
+    if found.sha256 != encoded.source_sha256:
+        raise ConfigError(
+            f"the latents in {data.source} were made of other images than there are now in {encoded.source}, or of "
+            "another split of them, so the Fréchet distance to those held out cannot be told: "
+            "sample.distance_images=0"
+        )
+    return found
+
+
 def _features(judge: Judge, split: Any) -> np.ndarray:
-    parts = [split.batch(np.arange(start, min(start + 512, len(split))))[0] for start in range(0, len(split), 512)]
-    return judge.features(np.concatenate(parts).transpose(0, 2, 3, 1))
+    # Part by part, for all images of a set may be more than memory holds.
+    parts = (np.arange(start, min(start + 512, len(split))) for start in range(0, len(split), 512))
+    return np.concatenate([judge.features(split.batch(part)[0].transpose(0, 2, 3, 1)) for part in parts])

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import random
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from siamesenorm import hosts
 from siamesenorm.data import images
-from siamesenorm.data.images import ImageArrays, ImageSplit
+from siamesenorm.data.images import ImageSplit
 from siamesenorm.residual import ConfigError
 from siamesenorm.training.augment import flipped, shifted
+from siamesenorm.training.evaluate import spread
 from siamesenorm.training.example import forward_inputs
 from siamesenorm.training.processes import Processes
 from siamesenorm.training.recipe import Recipe
+from siamesenorm.training.tasks import task_of
 from siamesenorm.training.tasks.base import Batch, Task, require_host
 
 R = TypeVar("R", bound=Recipe)
@@ -50,8 +52,13 @@ class ImageTask(Task[R, Any]):
     def of_data(self, *, needs_data: bool) -> dict[str, Any]:
         """The keys of the model's configuration that the data decides."""
 
-    def images(self) -> ImageArrays:
-        """The images that the recipe names, looked through and split."""
+    @cached_property
+    def images(self) -> Any:
+        """What the recipe names, looked through once."""
+        return self.look()
+
+    def look(self) -> Any:
+        """Look through the images that the recipe names, and split them."""
         wanted = self.recipe.data
         return images.prepare(
             wanted.source,
@@ -63,7 +70,12 @@ class ImageTask(Task[R, Any]):
 
     def load(self, processes: Processes) -> Any:
         """The images."""
-        return processes.first(self.images)
+        self.keep(processes.first(lambda: self.images))
+        return self.images
+
+    def keep(self, data: Any) -> None:
+        """Not look again."""
+        self.images = data
 
     def pinned(self, data: Any) -> R:
         """The recipe with the fingerprint of its images in it."""
@@ -80,7 +92,9 @@ class ImageTask(Task[R, Any]):
                 f"({len(data.train):,})"
             )
         self.held_out(data)
-        return replace(recipe, data=replace(recipe.data, source=data.source, sha256=data.sha256))
+        pinned = replace(recipe, data=replace(recipe.data, source=data.source, sha256=data.sha256))
+        task_of(pinned).keep(data)
+        return pinned
 
     def describe(self, data: Any) -> str:
         """The set."""
@@ -151,7 +165,7 @@ def chosen(split: Any, count: int | None, name: str) -> np.ndarray:
     wanted = available if count is None else count
     if wanted > available:
         raise ConfigError(f"{name} asks for {wanted:,} held-out images, and there are {available:,}")
-    return np.arange(wanted) * available // wanted
+    return spread(available, wanted)
 
 
 def require_classes(known: Mapping[int, str], classes: Sequence[str], source: str) -> None:
@@ -167,16 +181,3 @@ def require_classes(known: Mapping[int, str], classes: Sequence[str], source: st
     for index, (own, other) in enumerate(zip(mine, classes, strict=True)):
         if named and own != other:
             raise ConfigError(f"class {index} of the model is '{own}', and that of {source} is '{other}'")
-
-
-def shares(numbers: np.ndarray, batch_size: int, processes: Processes) -> Iterator[tuple[np.ndarray, Tensor]]:
-    """One process's share of images by number, in batches, and which of each batch count.
-
-    Processes that hold a model in parts must run it equally often, so short shares are filled up with images that count
-    elsewhere.
-    """
-    share = -(-len(numbers) // processes.count)
-    mine = np.arange(processes.rank * share, (processes.rank + 1) * share)
-    for start in range(0, share, batch_size):
-        rows = mine[start : start + batch_size]
-        yield numbers[rows % len(numbers)], torch.from_numpy(rows < len(numbers))

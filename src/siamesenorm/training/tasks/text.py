@@ -25,7 +25,7 @@ from siamesenorm.training.limits import check_length, check_vocabulary, position
 from siamesenorm.training.processes import ALONE, Processes
 from siamesenorm.training.recipe import TextRecipe
 from siamesenorm.training.routers import RouterLoss
-from siamesenorm.training.settings import autocast_of
+from siamesenorm.training.settings import autocast_of, autocasting
 from siamesenorm.training.tasks.base import Batch, Objective, Task, require_host
 
 
@@ -259,8 +259,7 @@ class TokenObjective(Objective):
         if self.mask is not None:
             inputs = self.mask.inputs(self.model, ids)
         listening = contextlib.nullcontext() if self.routers is None else self.routers.listening(self.model)
-        autocast = torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None)
-        with listening, autocast:
+        with listening, autocasting(self.device.type, self.autocast):
             out = forward(input_ids=ids, use_cache=False, **inputs)
         parts = [summed_loss(out.logits, micro_batch["labels"])]
         if self.routers is not None:
