@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
-# Its import puts fused reads into place.
-from .. import ops as _ops  # noqa: F401
 from ..residual import (
     Block,
     ConfigError,

@@ -9,6 +9,8 @@ registered too. Nothing can be made earlier, since transformers imports that tab
 configs and models. diffusers has no table of models: a pipeline that it saves names the module of a class, which is
 looked for among those that are imported, so ours are imported right behind the one that they extend. timm's registry
 holds functions, and importing ``timm_models`` puts ours there.
+
+In the same way this package's own ``residual`` is followed by ``ops``, which it does not import.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ __all__ = ["DIT_MODELS", "HEADS", "register_config_if_loaded", "register_models"
 
 DIT_MODELS = "diffusers.models.transformers.dit_transformer_2d"
 """The module that defines diffusers' DiT."""
+_SCHEMES = "siamesenorm.residual"
 _CONFIGS = "transformers.models.auto.configuration_auto"
 HEADS = {
     "AutoModel": "Model",
@@ -90,8 +93,13 @@ class _Then(importlib.abc.Loader):
 
 
 def watch() -> None:
-    """Register with transformers, diffusers and timm, each now or when it is imported."""
-    actions = {_CONFIGS: _register_configs, DIT_MODELS: _import_dit, "timm": _register_with_timm}
+    """Register with transformers, diffusers and timm, each now or when it is imported, and fused reads with ours."""
+    actions = {
+        _CONFIGS: _register_configs,
+        DIT_MODELS: _import_dit,
+        "timm": _register_with_timm,
+        _SCHEMES: _fill_the_slot,
+    }
     for name, action in actions.items():
         if name in sys.modules:
             action()
@@ -159,6 +167,11 @@ def _import_dit() -> None:
     # A saved pipeline names the modules of its parts, and diffusers takes only those that are imported.
     importlib.import_module("siamesenorm.hosts.dit")
     importlib.import_module("siamesenorm.hub.pixels")
+
+
+def _fill_the_slot() -> None:
+    # residual/ knows nothing of who computes its reads.
+    importlib.import_module("siamesenorm.ops")
 
 
 def _register_with_timm() -> None:

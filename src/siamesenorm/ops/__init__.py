@@ -1,6 +1,6 @@
 """Fused reads: what happens between two branches, in one pass forward and one backward.
 
-Importing this package, which every host does, puts them into the slot of ``residual/fusing.py``.
+Importing this package puts them into the slot of ``residual/fusing.py``; it is imported right behind ``residual``.
 """
 
 from __future__ import annotations

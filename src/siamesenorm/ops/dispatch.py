@@ -25,6 +25,7 @@ __all__ = ["Choice", "FusedReads", "Mode", "explain", "use"]
 Mode = Literal["auto", "plain", "fused", "triton"]
 
 _EAGER = Kernels(eager.forward, eager.backward)
+_TENSORS = (Tensor, nn.Parameter, FakeTensor)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -129,7 +130,7 @@ def _obstacle(tensors: tuple[Tensor, ...], norms: tuple[Norm, ...]) -> str:
     """What keeps ``tensors`` and ``norms`` from any fused read."""
     first = tensors[0]
     for each in tensors:
-        if type(each) not in (Tensor, nn.Parameter, FakeTensor):
+        if type(each) not in _TENSORS:
             return f"a {type(each).__name__} is more than a tensor"
         if each.dtype not in _DTYPES:
             return f"{each.dtype} is no dtype of streams"
@@ -140,7 +141,7 @@ def _obstacle(tensors: tuple[Tensor, ...], norms: tuple[Norm, ...]) -> str:
     for norm in norms:
         if type(norm).wide is not Norm.wide or type(norm)._affine not in (RMSNorm._affine, LayerNorm._affine):
             return f"{type(norm).__name__} is a norm of someone else's"
-        if any(type(each) is not nn.Parameter for each in norm.parameters()):
+        if any(type(each) not in _TENSORS for each in norm.parameters()):
             return "a norm's weights are more than tensors"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "torch.func transforms the plain form"
@@ -152,11 +153,10 @@ def _obstacle(tensors: tuple[Tensor, ...], norms: tuple[Norm, ...]) -> str:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether calling ``module`` does more than its norm."""
-    if type(module).forward is not Norm.forward:
+    """Whether calling ``module`` does more than its norm. Hooks of all modules see those alone that are called."""
+    if type(module).forward is not Norm.forward or "forward" in vars(module):
         return True
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or bool(nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 class FusedReads:

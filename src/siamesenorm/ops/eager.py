@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .plan import NormPlan, Plan, Weights, rows_of, scaled_sum, wide_dtype
+from .plan import NormPlan, Plan, Weights, outputs, rows_of, scaled_sum, wide_dtype
 
 __all__ = ["backward", "forward"]
 
@@ -113,16 +113,13 @@ def forward(
     plan: Plan, o: Tensor | None, carry: tuple[Tensor, ...], weights: tuple[Weights, ...]
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
     """As :class:`~siamesenorm.ops.function.Kernels`."""
-    shape = carry[0].shape
     wide = wide_dtype(o, *carry)
     if o is None:
         whole = list(carry)
     else:
         whole = [torch.add(each, o, alpha=term.scale) for each, term in zip(carry, plan.terms, strict=True)]
     streams = [rows_of(each) for each in whole]
-    out = torch.empty(streams[0].shape, dtype=plan.dtype, device=streams[0].device)
-    tapped = torch.empty_like(out) if plan.tap else None
-    kept = [torch.empty_like(each) if term.replaces else None for each, term in zip(streams, plan.terms, strict=True)]
+    next_carry, ends, (kept, out, tapped) = outputs(plan, whole)
     for piece in _pieces(out):
         total: Tensor | None = None
         for term, stream, pair, term_kept in zip(plan.terms, streams, weights, kept, strict=False):
@@ -139,9 +136,7 @@ def forward(
         if plan.norm is not None:
             total = _apply(plan.norm, total, weights[-1], target)
         _store(total, out, piece, target)
-    next_carry = (each if term is None else term.view(shape) for each, term in zip(whole, kept, strict=True))
-    ends = (out,) if tapped is None else (out, tapped)
-    return streams, (*next_carry, *(each.view(shape) for each in ends))
+    return streams, (*next_carry, *ends)
 
 
 def backward(

@@ -11,6 +11,7 @@ The streams s_k are all that is kept for the backward pass; terms, sum and stati
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +80,7 @@ class _Read(torch.autograd.Function):
         ctx: Any, kernels: Kernels, plan: Plan, o: Tensor | None, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         carry, weights = _split(plan, tensors)
-        with torch.autocast(carry[0].device.type, enabled=False):
+        with _no_autocast(carry[0]):
             streams, outputs = kernels.forward(plan, o, carry, weights)
         ctx.kernels, ctx.plan = kernels, plan
         ctx.shape = carry[0].shape
@@ -97,7 +98,7 @@ class _Read(torch.autograd.Function):
         streams = tuple(saved[: len(plan.terms)])
         rest = iter(saved[len(plan.terms) :])
         _, weights = _split(plan, (*streams, *(next(rest) if there else None for there in ctx.weighed)))
-        with torch.autocast(streams[0].device.type, enabled=False):
+        with _no_autocast(streams[0]):
             of_o, of_carry, of_weights = ctx.kernels.backward(plan, streams, weights, grads, *ctx.dtypes)
         shaped = (each.view(ctx.shape) for each in of_carry)
         return None, None, None if of_o is None else of_o.view(ctx.shape), *shaped, *of_weights
@@ -119,6 +120,11 @@ class _Write(torch.autograd.Function):
         dtype, *dtypes = ctx.dtypes
         of_carry = (None if grad is None else grad.to(kept) for grad, kept in zip(grads, dtypes, strict=True))
         return None, None if of_o is None else of_o.to(dtype), *of_carry
+
+
+def _no_autocast(x: Tensor) -> AbstractContextManager[object]:
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def _split(plan: Plan, tensors: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor, ...], tuple[Weights, ...]]:

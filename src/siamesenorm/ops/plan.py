@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -10,7 +11,19 @@ from torch import Tensor
 from ..residual import Norm, Term
 from ..residual.norms import widen
 
-__all__ = ["NormPlan", "Plan", "TermPlan", "Weights", "read_plan", "rows_of", "scaled_sum", "weights_of", "wide_dtype"]
+__all__ = [
+    "NormPlan",
+    "Plan",
+    "Rows",
+    "TermPlan",
+    "Weights",
+    "outputs",
+    "read_plan",
+    "rows_of",
+    "scaled_sum",
+    "weights_of",
+    "wide_dtype",
+]
 
 Weights = tuple[Tensor | None, Tensor | None]
 """Weight and bias (d,) in the wide dtype, offset and scale included."""
@@ -46,6 +59,14 @@ class Plan(NamedTuple):
     norm: NormPlan | None
     tap: bool
     dtype: torch.dtype
+
+
+class Rows(NamedTuple):
+    """What a read computes, each (n, d): a stream's term where that replaces the stream, and the ends."""
+
+    kept: list[Tensor | None]
+    out: Tensor
+    tapped: Tensor | None = None
 
 
 def wide_dtype(*tensors: Tensor | None) -> torch.dtype:
@@ -90,6 +111,29 @@ def read_plan(
 def rows_of(x: Tensor) -> Tensor:
     """``x`` (…, d) as (n, d), a view where that can be."""
     return x.reshape(-1, x.shape[-1])
+
+
+def outputs(plan: Plan, streams: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Rows]:
+    """Memory for what a read gives.
+
+    Args:
+        plan: of the read.
+        streams: what it reads, each (…, d).
+
+    Returns:
+        The carry for the next write and the ends (the branch's input; the sum, where it is wanted), in the streams'
+        shape, and views of what is to be computed there as rows. A branch may write into its input, so that is no
+        view of anything.
+    """
+    shape, device = streams[0].shape, streams[0].device
+    kept = [
+        torch.empty_like(each, memory_format=torch.contiguous_format) if term.replaces else None
+        for each, term in zip(streams, plan.terms, strict=True)
+    ]
+    ends = tuple(torch.empty(shape, dtype=plan.dtype, device=device) for _ in range(1 + plan.tap))
+    carry = tuple(each if made is None else made for each, made in zip(streams, kept, strict=True))
+    rows = Rows([None if each is None else rows_of(each) for each in kept], *map(rows_of, ends))
+    return carry, ends, rows
 
 
 def scaled_sum(total: Tensor | None, grad: Tensor | None, scale: float, out: Tensor | None = None) -> Tensor | None:

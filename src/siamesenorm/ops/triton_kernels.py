@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .plan import NormPlan, Plan, Weights, rows_of
+from .plan import NormPlan, Plan, Weights, outputs, rows_of
 
 __all__ = ["MAX_STREAMS", "backward", "forward"]
 
@@ -203,24 +203,19 @@ def forward(
     plan: Plan, o: Tensor | None, carry: tuple[Tensor, ...], weights: tuple[Weights, ...]
 ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
     """As :class:`~siamesenorm.ops.function.Kernels`."""
-    shape = carry[0].shape
     given = [rows_of(each).contiguous() for each in carry]
     update = None if o is None else rows_of(o).contiguous()
     if o is None:
         streams = given
     else:
         streams = [torch.empty_like(each, dtype=torch.promote_types(each.dtype, o.dtype)) for each in given]
-    out = torch.empty_like(given[0], dtype=plan.dtype)
-    tapped = torch.empty_like(out) if plan.tap else None
-    kept = [torch.empty_like(each) if term.replaces else None for each, term in zip(streams, plan.terms, strict=True)]
+    whole = carry if o is None else [each.view(carry[0].shape) for each in streams]
+    next_carry, ends, (kept, out, tapped) = outputs(plan, whole)
     rows = len(out)
     if rows:
         arguments = (*_two(given), update, *_flat(plan, weights), *_two(streams), *_two(kept), out, tapped)
         _launch(_forward_kernel, min(rows, 65_535), plan, weights, o is not None, arguments, out, TAP=plan.tap)
-    whole = carry if o is None else [each.view(shape) for each in streams]
-    next_carry = (each if term is None else term.view(shape) for each, term in zip(whole, kept, strict=True))
-    ends = (out,) if tapped is None else (out, tapped)
-    return streams, (*next_carry, *(each.view(shape) for each in ends))
+    return streams, (*next_carry, *ends)
 
 
 def backward(

@@ -8,6 +8,8 @@ completes it, norms, adds, and applies the host's own norm. Who does that is reg
 
 from __future__ import annotations
 
+import functools
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,8 +18,9 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from .norms import Norm
+    from .scheme import Readout, Sublayer
 
-__all__ = ["Backend", "Read", "Term", "backend", "register_backend"]
+__all__ = ["Backend", "Read", "Term", "backend", "register_backend", "terms_of"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,25 @@ class Backend(Protocol):
         """The norm of ``x`` (…, d), in its dtype."""
 
 
+def terms_of(module: Sublayer | Readout) -> tuple[Term, ...]:
+    """What a sublayer or readout says that it computes; nothing if it computes something else by now.
+
+    A class that overrides the plain form, or an object with a ``write`` of its own, does not have what it inherits
+    there of terms.
+    """
+    if _PLAIN_FORM & vars(module).keys() or not _speaks_for_itself(type(module)):
+        return ()
+    return module.terms() or ()
+
+
+@functools.cache
+def _speaks_for_itself(kind: type) -> bool:
+    """Whether no class before the one that says the terms has a plain form."""
+    before = itertools.takewhile(lambda each: "terms" not in vars(each), kind.__mro__)
+    return not any(_PLAIN_FORM & vars(each).keys() for each in before)
+
+
+_PLAIN_FORM = frozenset({"read", "write", "close"})
 _backend: Backend | None = None
 
 

@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from .fusing import Read, backend
+from .fusing import Backend, Read, Term, backend, terms_of
 from .norms import Norm
 from .scheme import Carry, Readout, Scheme, Streams, Sublayer
 
@@ -64,10 +64,9 @@ class _Unfinished:
     by: Sublayer | None = None
     scales: tuple[float, ...] = ()
 
-    def finish(self) -> Streams:
+    def finish(self, made: Backend | None) -> Streams:
         if self.o is None or self.by is None:
             return self.carry
-        made = backend()
         streams = made.write(self.carry, self.o, self.scales) if made is not None and self.scales else None
         return self.by.write(self.carry, self.o) if streams is None else streams
 
@@ -77,20 +76,21 @@ def through(steps: Iterable[Step], streams: Streams) -> Streams:
 
     Streams come in and go out finished; between two steps a write may be left to the next read.
     """
+    made = backend()
     marker = streams[-1:] if _marked(streams) else ()
     state = _Unfinished(finished(streams))
     for step in steps:
-        read = _fused_read(step, state, marker)
+        terms = () if made is None else terms_of(step.sublayer)
+        read = _fused_read(made, terms, step, state, marker)
         if read is None:
-            read = _plain_read(step, state.finish(), marker)
+            read = _plain_read(step, state.finish(made), marker)
         if step.tap is not None:
             step.tap(cast(Tensor, read.tapped))
         o = step.branch(*read.inputs)
         if not step.sublayer.gates_itself:
             o = step.sublayer.gated(o)
-        terms = step.sublayer.terms()
-        state = _Unfinished(read.carry, o, step.sublayer, tuple(term.scale for term in terms) if terms else ())
-    return state.finish() + marker
+        state = _Unfinished(read.carry, o, step.sublayer, tuple(term.scale for term in terms))
+    return state.finish(made) + marker
 
 
 def _plain_read(step: Step, streams: Streams, marker: Streams) -> Read:
@@ -100,9 +100,11 @@ def _plain_read(step: Step, streams: Streams, marker: Streams) -> Read:
     return Read(carry, tuple(norm(u) for norm in step.norms) or (u,), u)
 
 
-def _fused_read(step: Step, state: _Unfinished, marker: Streams) -> Read | None:
-    made, terms = backend(), step.sublayer.terms()
-    if made is None or terms is None or (state.o is not None and not state.scales):
+def _fused_read(
+    made: Backend | None, terms: tuple[Term, ...], step: Step, state: _Unfinished, marker: Streams
+) -> Read | None:
+    # A write that no terms describe cannot be finished by anyone else.
+    if made is None or not terms or (state.o is not None and not state.scales):
         return None
     dtype = marker[0].dtype if marker else None
     return made.read(terms, state.carry, state.o, state.scales, step.norms, dtype, step.tap is not None)
@@ -110,7 +112,8 @@ def _fused_read(step: Step, state: _Unfinished, marker: Streams) -> Read | None:
 
 def close_streams(readout: Readout, streams: Streams) -> Tensor:
     """Close a stack: the readout (…, d) in the dtype that the stack was opened with."""
-    made, terms = backend(), readout.terms()
+    made = backend()
+    terms = () if made is None else terms_of(readout)
     dtype = streams[-1].dtype if _marked(streams) else None
     read = made.read(terms, finished(streams), None, (), (), dtype, False) if made and terms else None
     if read is not None:
