@@ -71,20 +71,21 @@ def error(value, reference):
     return (value - reference).norm().item() / max(reference.norm().item(), 1e-300)
 
 
-def assert_as_exact_as_the_plain_form(module, h, dtype, mode):
-    exact = results(module, h.double(), "plain")
+def errors(module, h, dtype, mode):
+    """Of the output and each gradient: the error of the plain form in ``dtype``, and of ``mode``."""
     narrow = copy.deepcopy(module).to(dtype)
     # Both are held to the function of the rounded weights.
-    rounded = results(copy.deepcopy(narrow).double(), h.to(dtype).double(), "plain")
+    exact = results(copy.deepcopy(narrow).double(), h.to(dtype).double(), "plain")
     plain, fused = (results(narrow, h.to(dtype), each) for each in ("plain", mode))
     assert exact.keys() == fused.keys()
+    assert all((exact[name] is None) == (fused[name] is None) for name in exact)
+    return {n: (error(plain[n], each), error(fused[n], each)) for n, each in exact.items() if each is not None}
+
+
+def assert_as_exact_as_the_plain_form(module, h, dtype, mode):
     floor = 4 * torch.finfo(dtype).eps
-    for name, reference in rounded.items():
-        if reference is None:
-            assert fused[name] is None, name
-            continue
-        allowed = max(2 * error(plain[name], reference), floor)
-        assert error(fused[name], reference) <= allowed, (name, error(fused[name], reference), allowed)
+    for name, (plain, fused) in errors(module, h, dtype, mode).items():
+        assert fused <= max(2 * plain, floor), (name, fused, plain)
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
@@ -108,7 +109,7 @@ def test_rounding_costs_at_most_twice_that_of_the_plain_form(case, norm, dtype, 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("shape", [(0, 5), (1, 8), (1, 1, 7), (257, 3), (5, 6), (2, 0, 4)])
+@pytest.mark.parametrize("shape", [(0, 5), (1, 8), (1, 1, 7), (257, 9), (5, 6), (2, 0, 4)])
 @pytest.mark.parametrize("case", ["post-pre", "hybrid-pre"])
 def test_odd_shapes(case, shape, backend):
     module = stack(case, d=shape[-1])
@@ -119,6 +120,18 @@ def test_odd_shapes(case, shape, backend):
     found = results(module.float(), h, backend)
     assert found["out"].shape == shape
     assert all(each is None or (each == 0).all() for each in found.values())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("d", [1, 2, 3])
+def test_widths_at_which_gradients_all_but_cancel(d, backend):
+    # What is left of a gradient is then mostly rounding, so that only the errors of many can be compared.
+    found = []
+    for seed in range(10):
+        torch.manual_seed(seed)
+        found += errors(stack("hybrid-pre", d=d, seed=seed), torch.randn(65, d), torch.float32, backend).values()
+    plain, fused = (torch.tensor(each).quantile(torch.tensor([0.5, 0.9])) for each in zip(*found, strict=True))
+    assert (fused <= 2 * plain).all(), (plain, fused)
 
 
 def test_what_is_not_contiguous():
@@ -206,20 +219,20 @@ def kept(module, h, mode):
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_siamese_keeps_one_stream_more_than_pre_norm_and_nothing_else(dtype, norm):
-    sublayers, rows = 4, 512
-    h = torch.randn(rows, D, dtype=dtype, requires_grad=True)
-    stream = rows * D * h.element_size()
+def test_siamese_keeps_one_stream_more_than_pre_norm_and_statistics_of_rows(dtype, norm):
+    sublayers, rows, d = 4, 512, 256
+    h = torch.randn(rows, d, dtype=dtype, requires_grad=True)
+    stream = rows * d * h.element_size()
     small = stream // 4
 
     def of(case, mode):
-        return kept(stack(case, norm).to(dtype), h, mode)
+        return kept(stack(case, norm, d).to(dtype), h, mode)
 
     pre, siamese = of("pre", "fused"), of("post-pre", "fused")
     # One more in each sublayer but the first, where X and Y are one tensor, the embedding; two more at the end, where
     # the readout reads both and the final norm reads their sum.
     assert abs(siamese - pre - (sublayers + 1) * stream) < small
-    assert pre < of("pre", "plain")
+    assert pre <= of("pre", "plain")
     assert siamese < of("post-pre", "plain")
 
 

@@ -1,7 +1,11 @@
 """The fused read in torch's own operations.
 
-Both passes go through the rows in pieces, so that what is computed on the way is never as large as a stream; all of it
-is in the wide dtype.
+Both passes go through the rows in pieces, so that what is computed on the way is never as large as a stream and stays
+in the processor's cache; all of it is in the wide dtype. Besides the streams, the statistics of each row are kept.
+
+With r = 1/√(mean(x²) + ε), the backward pass of RMSNorm, y = x·r·w, is written so that it reads x alone, and not x·r:
+
+    gx = r · (g·w + x·c),   c = −r² · mean(g·w·x),   gw = Σ r · g·x      over the rows
 """
 
 from __future__ import annotations
@@ -11,29 +15,232 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .plan import NormPlan, Plan, Weights, outputs, rows_of, scaled_sum, wide_dtype
+from .plan import NormPlan, Plan, Weights, finished, outputs, rows_of, scaled_sum, wide_dtype
 
 __all__ = ["backward", "forward"]
 
 # Entries of a piece for each thread. Torch splits an operation from 32,768 entries on.
-_PIECE = 131_072
+_PIECE = 262_144
+
+Stats = tuple[Tensor, ...]
+"""Of each row (n, 1): the inverse deviation, and the mean where the norm takes it away; nothing without a norm."""
+_STATS = {"rms": 1, "layer": 2, "vector": 0, "same": 0}
 
 
-class _Stats:
-    """What a norm's backward pass wants of its forward pass.
+def forward(
+    plan: Plan, o: Tensor | None, carry: tuple[Tensor, ...], weights: tuple[Weights, ...]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """As :class:`~siamesenorm.ops.function.Kernels`."""
+    wide = wide_dtype(o, *carry)
+    whole = finished(carry, o)
+    before, streams = ([rows_of(each) for each in given] for given in (carry, whole))
+    update = None if o is None else rows_of(o)
+    next_carry, ends, (kept, out, tapped) = outputs(plan, whole)
+    stats = [_new_stats(norm, out, wide) for norm in _norms(plan)]
+    for piece in _pieces(out):
+        total: Tensor | None = None
+        for index, (term, stream) in enumerate(zip(plan.terms, streams, strict=True)):
+            if update is not None:
+                torch.add(before[index][piece], update[piece], alpha=term.scale, out=stream[piece])
+            if not (term.summed or term.replaces):
+                continue
+            here, target = _at_rows(stats[index], piece), _at(kept[index], piece, wide)
+            # A term that is only read goes into the sum as it is made.
+            so_far = None if term.replaces else total
+            made = _measured(term.norm, stream[piece].to(wide), weights[index], here, so_far, target)
+            _store(made, kept[index], piece, target)
+            if term.summed:
+                total = made if total is None or so_far is not None else total + made
+        assert total is not None
+        _store(total, tapped, piece)
+        target = _at(out, piece, wide)
+        if plan.norm is not None:
+            total = _measured(plan.norm, total, weights[-1], _at_rows(stats[-1], piece), None, target)
+        _store(total, out, piece, target)
+    return (*whole, *(each for pair in stats for each in pair)), (*next_carry, *ends)
 
-    Attributes:
-        inverse: the inverse deviation (n, 1).
-        mean: the mean (n, 1), of a norm that takes it away.
-        unit: the input times ``inverse`` (n, d), of one that does not.
+
+def backward(
+    plan: Plan,
+    kept: tuple[Tensor, ...],
+    weights: tuple[Weights, ...],
+    grads: tuple[Tensor | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    dtype_of_o: torch.dtype | None,
+) -> tuple[Tensor | None, list[Tensor], list[Tensor | None]]:
+    """As :class:`~siamesenorm.ops.function.Kernels`."""
+    count = len(plan.terms)
+    streams, rest = [rows_of(each) for each in kept[:count]], iter(kept[count:])
+    stats = [tuple(next(rest) for _ in range(_STATS[norm.kind])) for norm in _norms(plan)]
+    wide = wide_dtype(*streams)
+    rows = [None if grad is None else rows_of(grad) for grad in grads]
+    of_carry = [torch.empty_like(each, dtype=dtype) for each, dtype in zip(streams, dtypes, strict=True)]
+    of_o = None if dtype_of_o is None else torch.empty_like(streams[0], dtype=dtype_of_o)
+    if count == 1 and plan.terms[0].scale == 1.0 and dtype_of_o == of_carry[0].dtype:
+        # What is added to a stream has the gradient of the stream.
+        of_o = of_carry[0]
+    sums = _Sums(weights)
+    for piece in _pieces(streams[0]):
+        xs = [each[piece].to(wide) for each in streams]
+        given = [None if grad is None else grad[piece].to(wide) for grad in rows]
+        here = [_at_rows(each, piece) for each in stats]
+        grad = given[count]
+        if plan.norm is not None and grad is not None:
+            total: Tensor | None = None
+            for term, x, pair, each in zip(plan.terms, xs, weights, here, strict=False):
+                if term.summed:
+                    total = _applied(term.norm, x, pair, each, total)
+            assert total is not None
+            grad = _of_input(plan.norm, grad, total, weights[count], here[count], sums.of(count))
+        if plan.tap:
+            grad = scaled_sum(grad, given[count + 1], 1.0)
+        update, target_of_o = None, _at(of_o, piece, wide)
+        for index, (term, x) in enumerate(zip(plan.terms, xs, strict=True)):
+            of_term, after = grad if term.summed else None, given[index]
+            if term.replaces:
+                of_term, after = scaled_sum(of_term, after, 1.0), None
+            target = _at(of_carry[index], piece, wide)
+            of_stream = after
+            if of_term is not None:
+                own = sums.of(index)
+                of_stream = _of_input(term.norm, of_term, x, weights[index], here[index], own, after, target)
+            if of_stream is None:
+                of_carry[index][piece] = 0
+                continue
+            _store(of_stream, of_carry[index], piece, target)
+            if of_o is not of_carry[index]:
+                update = scaled_sum(update, of_stream, term.scale, target_of_o)
+        if update is not None:
+            _store(update, of_o, piece, target_of_o)
+        elif of_o is not None and of_o is not of_carry[0]:
+            of_o[piece] = 0
+    return of_o, of_carry, sums.done()
+
+
+def _norms(plan: Plan) -> list[NormPlan]:
+    """The norm of each stream, and the host's where the read applies it."""
+    return [*(term.norm for term in plan.terms), *(() if plan.norm is None else (plan.norm,))]
+
+
+def _new_stats(norm: NormPlan, like: Tensor, dtype: torch.dtype) -> Stats:
+    return tuple(like.new_empty((len(like), 1), dtype=dtype) for _ in range(_STATS[norm.kind]))
+
+
+def _measured(
+    norm: NormPlan, x: Tensor, weights: Weights, stats: Stats, total: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """As :func:`_applied`, with the statistics of ``x`` written first."""
+    if norm.kind == "rms":
+        # The plain form's own operations, so that Pre-Norm gives the same bits.
+        torch.mean(x.square(), -1, keepdim=True, out=stats[0]).add_(norm.eps).rsqrt_()
+    elif norm.kind == "layer":
+        made, mean, inverse = torch.native_layer_norm(x, x.shape[-1:], *weights, norm.eps)
+        stats[0].copy_(inverse)
+        stats[1].copy_(mean)
+        return made if total is None else made.add_(total)
+    return _applied(norm, x, weights, stats, total, out)
+
+
+def _applied(
+    norm: NormPlan, x: Tensor, weights: Weights, stats: Stats, total: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """The norm of ``x`` (n, d), and ``total`` added; neither of the two is written to.
+
+    It is in ``out`` or in a tensor of its own; but of the identity without ``total`` it is ``x`` itself.
     """
+    weight, bias = weights
+    if norm.kind == "layer":
+        x = torch.sub(x, stats[1], out=out)
+        out = x
+    if norm.kind in ("rms", "layer"):
+        x = torch.mul(x, stats[0], out=out)
+        out = x
+    if weight is None:
+        made = x if total is None else torch.add(total, x, out=out)
+    elif total is None:
+        made = torch.mul(x, weight, out=out)
+    else:
+        made = torch.addcmul(total, x, weight, out=out)
+    return made if bias is None else made.add_(bias)
 
-    __slots__ = ("inverse", "mean", "unit")
 
-    def __init__(self, inverse: Tensor, mean: Tensor | None = None, unit: Tensor | None = None) -> None:
-        self.inverse = inverse
-        self.mean = mean
-        self.unit = unit
+def _of_input(
+    norm: NormPlan,
+    grad: Tensor,
+    x: Tensor,
+    weights: Weights,
+    stats: Stats,
+    sums: _Sums,
+    after: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The gradient (n, d) of the norm's input, with ``after`` added; those of its weights go to ``sums``.
+
+    None of what is given is written to. The result is in ``out`` or in a tensor of its own; but of the identity without
+    ``after`` it is ``grad`` itself.
+    """
+    weight, bias = weights
+    if bias is not None:
+        sums.bias(grad.sum(0))
+    if norm.kind == "layer":
+        inverse, mean = stats
+        wanted = [True, weight is not None, False]
+        made, of_weight, _ = torch.ops.aten.native_layer_norm_backward(
+            grad, x, x.shape[-1:], mean, inverse, weight, bias, wanted
+        )
+        sums.weight(of_weight)
+        return made if after is None else torch.add(made, after, out=out)
+    if norm.kind == "rms":
+        (inverse,) = stats
+        along = grad * x
+        if weight is not None:
+            sums.weight(inverse.view(-1) @ along)
+        mean = along.mean(-1) if weight is None else (along @ weight).div_(x.shape[-1])
+        scale = inverse * mean.neg_().unsqueeze_(-1) * inverse
+        # Nobody reads the product any more.
+        made = torch.mul(x, scale, out=along)
+        made = made.add_(grad) if weight is None else made.addcmul_(grad, weight)
+        return torch.mul(made, inverse, out=out) if after is None else torch.addcmul(after, made, inverse, out=out)
+    if weight is None:
+        return grad if after is None else torch.add(grad, after, out=out)
+    sums.weight((grad * x).sum(0))
+    return torch.mul(grad, weight, out=out) if after is None else torch.addcmul(after, grad, weight, out=out)
+
+
+class _Sums:
+    """Gradients of weights and biases (d,), one sum over pieces for each."""
+
+    def __init__(self, weights: tuple[Weights, ...]) -> None:
+        self._weights = weights
+        self._parts: dict[tuple[int, int], Tensor] = {}
+        self._norm = 0
+
+    def of(self, norm: int) -> _Sums:
+        """Itself, with what comes next belonging to norm number ``norm``."""
+        self._norm = norm
+        return self
+
+    def weight(self, part: Tensor | None) -> None:
+        """Add a piece's gradient of the weight."""
+        self._add(0, part)
+
+    def bias(self, part: Tensor) -> None:
+        """Add a piece's gradient of the bias."""
+        self._add(1, part)
+
+    def _add(self, which: int, part: Tensor | None) -> None:
+        if part is None:
+            return
+        key = self._norm, which
+        self._parts[key] = part if key not in self._parts else self._parts[key].add_(part)
+
+    def done(self) -> list[Tensor | None]:
+        """One for each weight and bias that there is, in order."""
+        return [
+            None if each is None else self._parts.get((norm, which), torch.zeros_like(each))
+            for norm, pair in enumerate(self._weights)
+            for which, each in enumerate(pair)
+        ]
 
 
 def _pieces(x: Tensor) -> Iterator[slice]:
@@ -49,163 +256,11 @@ def _at(whole: Tensor | None, piece: slice, dtype: torch.dtype) -> Tensor | None
     return None if whole is None or whole.dtype != dtype else whole[piece]
 
 
-def _inverse(plan: NormPlan, x: Tensor) -> Tensor:
-    # The plain form's own operations, so that both give the same bits.
-    return x.square().mean(-1, keepdim=True).add_(plan.eps).rsqrt_()
-
-
-def _apply(plan: NormPlan, x: Tensor, weights: Weights, out: Tensor | None = None) -> Tensor:
-    """The norm of ``x`` (n, d), in ``out`` or a tensor of its own; but that of ``"same"`` is ``x`` itself."""
-    weight, bias = weights
-    if plan.kind == "layer":
-        return torch.native_layer_norm(x, x.shape[-1:], weight, bias, plan.eps)[0]
-    if plan.kind == "rms":
-        made = torch.mul(x, _inverse(plan, x), out=out)
-        if weight is not None:
-            made.mul_(weight)
-        return made if bias is None else made.add_(bias)
-    return x if weight is None else torch.mul(x, weight, out=out)
-
-
-def _again(plan: NormPlan, x: Tensor, weights: Weights) -> tuple[Tensor, _Stats | None]:
-    """As :func:`_apply`, and what the backward pass wants of it."""
-    weight, bias = weights
-    if plan.kind == "layer":
-        made, mean, inverse = torch.native_layer_norm(x, x.shape[-1:], weight, bias, plan.eps)
-        return made, _Stats(inverse, mean)
-    if plan.kind == "rms":
-        stats = _Stats(_inverse(plan, x))
-        stats.unit = x * stats.inverse
-        made = stats.unit if weight is None else stats.unit * weight
-        return made if bias is None else made + bias, stats
-    return x if weight is None else x * weight, None
-
-
-def _apply_backward(
-    plan: NormPlan, grad: Tensor, x: Tensor, weights: Weights, stats: _Stats | None, out: Tensor | None = None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of ``x`` (n, d), weight and bias (d,) from that of the norm's output (n, d), which is not written to.
-
-    The first is in ``out`` or a tensor of its own; but that of ``"same"`` is ``grad`` itself.
-    """
-    weight, bias = weights
-    of_bias = None if bias is None else grad.sum(0)
-    if stats is None:
-        if weight is None:
-            return grad, None, None
-        return torch.mul(grad, weight, out=out), (grad * x).sum(0), None
-    if stats.unit is None:
-        wanted = [True, weight is not None, False]
-        of_x, of_weight, _ = torch.ops.aten.native_layer_norm_backward(
-            grad, x, x.shape[-1:], stats.mean, stats.inverse, weight, bias, wanted
-        )
-        return of_x, of_weight, of_bias
-    along = grad * stats.unit
-    if weight is None:
-        of_weight, scaled, mean = None, grad.clone(), along.mean(-1, keepdim=True)
-    else:
-        of_weight, scaled, mean = along.sum(0), grad * weight, (along @ weight).unsqueeze_(-1).div_(x.shape[-1])
-    of_x = scaled.addcmul_(stats.unit, mean, value=-1)
-    return torch.mul(of_x, stats.inverse, out=of_x if out is None else out), of_weight, of_bias
-
-
-def forward(
-    plan: Plan, o: Tensor | None, carry: tuple[Tensor, ...], weights: tuple[Weights, ...]
-) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """As :class:`~siamesenorm.ops.function.Kernels`."""
-    wide = wide_dtype(o, *carry)
-    if o is None:
-        whole = list(carry)
-    else:
-        whole = [torch.add(each, o, alpha=term.scale) for each, term in zip(carry, plan.terms, strict=True)]
-    streams = [rows_of(each) for each in whole]
-    next_carry, ends, (kept, out, tapped) = outputs(plan, whole)
-    for piece in _pieces(out):
-        total: Tensor | None = None
-        for term, stream, pair, term_kept in zip(plan.terms, streams, weights, kept, strict=False):
-            if not term.summed and term_kept is None:
-                continue
-            target = _at(term_kept, piece, wide)
-            made = _apply(term.norm, stream[piece].to(wide), pair, target)
-            _store(made, term_kept, piece, target)
-            if term.summed:
-                total = made if total is None else total + made
-        assert total is not None
-        _store(total, tapped, piece)
-        target = _at(out, piece, wide)
-        if plan.norm is not None:
-            total = _apply(plan.norm, total, weights[-1], target)
-        _store(total, out, piece, target)
-    return streams, (*next_carry, *ends)
-
-
-def backward(
-    plan: Plan,
-    streams: tuple[Tensor, ...],
-    weights: tuple[Weights, ...],
-    grads: tuple[Tensor | None, ...],
-    dtypes: tuple[torch.dtype, ...],
-    dtype_of_o: torch.dtype | None,
-) -> tuple[Tensor | None, list[Tensor], list[Tensor | None]]:
-    """As :class:`~siamesenorm.ops.function.Kernels`."""
-    count = len(plan.terms)
-    wide = wide_dtype(*streams)
-    rows = [None if grad is None else rows_of(grad) for grad in grads]
-    of_carry = [torch.empty_like(each, dtype=kept) for each, kept in zip(streams, dtypes, strict=True)]
-    of_o = None if dtype_of_o is None else torch.empty_like(streams[0], dtype=dtype_of_o)
-    parts: list[list[Tensor]] = [[] for pair in weights for _ in pair]
-
-    def collect(index: int, *found: Tensor | None) -> None:
-        for offset, each in enumerate(found):
-            if each is not None:
-                parts[2 * index + offset].append(each)
-
-    for piece in _pieces(streams[0]):
-        xs = [each[piece].to(wide) for each in streams]
-        given = [None if grad is None else grad[piece].to(wide) for grad in rows]
-        made = [_again(term.norm, x, pair) for term, x, pair in zip(plan.terms, xs, weights, strict=False)]
-        grad = given[count]
-        if plan.norm is not None and grad is not None:
-            first, *others = (out for term, (out, _) in zip(plan.terms, made, strict=True) if term.summed)
-            total = sum(others, first)
-            _, stats = _again(plan.norm, total, weights[count])
-            grad, *found = _apply_backward(plan.norm, grad, total, weights[count], stats)
-            collect(count, *found)
-        if plan.tap:
-            grad = scaled_sum(grad, given[count + 1], 1.0)
-        update, target_of_o = None, _at(of_o, piece, wide)
-        for index, (term, x, (_, stats)) in enumerate(zip(plan.terms, xs, made, strict=True)):
-            of_term = grad if term.summed else None
-            after: Tensor | None = given[index]
-            if term.replaces:
-                of_term, after = scaled_sum(of_term, after, 1.0), None
-            target = _at(of_carry[index], piece, wide)
-            of_stream: Tensor | None = None
-            if of_term is not None:
-                of_stream, *found = _apply_backward(term.norm, of_term, x, weights[index], stats, target)
-                collect(index, *found)
-            of_stream = scaled_sum(of_stream, after, 1.0, target)
-            if of_stream is None:
-                of_carry[index][piece] = 0
-                continue
-            _store(of_stream, of_carry[index], piece, target)
-            update = scaled_sum(update, of_stream, term.scale, target_of_o)
-        if update is not None:
-            _store(update, of_o, piece, target_of_o)
-        elif of_o is not None:
-            of_o[piece] = 0
-    flat = [each for pair in weights for each in pair]
-    return of_o, of_carry, [_total(found, each) for found, each in zip(parts, flat, strict=True)]
+def _at_rows(stats: Stats, piece: slice) -> Stats:
+    return tuple(each[piece] for each in stats)
 
 
 def _store(made: Tensor, whole: Tensor | None, piece: slice, target: Tensor | None = None) -> None:
     """Put a piece where it belongs, unless it was computed there, in ``target``."""
     if whole is not None and made is not target:
         whole[piece] = made
-
-
-def _total(found: list[Tensor], weight: Tensor | None) -> Tensor | None:
-    """The sum over pieces of a weight's gradient."""
-    if weight is None:
-        return None
-    return torch.stack(found).sum(0) if found else torch.zeros_like(weight)

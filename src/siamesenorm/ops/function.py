@@ -5,12 +5,12 @@
     u    = Σ t_k                                     over the terms that the branch reads
     read   Nin(u), or u; and t_k or s_k of each stream, for the next write
 
-The streams s_k are all that is kept for the backward pass; terms, sum and statistics are computed again.
+The streams s_k are kept for the backward pass, and statistics of each row at most; terms and sum are computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -28,15 +28,16 @@ class Kernels(NamedTuple):
 
     Attributes:
         forward: from plan, branch output or ``None``, carry, and weights (of each term, then of the host's norm where
-            the plan has it), to the streams (n, d), and to the carry for the next write, the branch's input, and the
-            sum if the plan wants it, these in the shape of the carry.
-        backward: from plan, streams, weights, gradients of the outputs, dtypes of the carry and of the branch output
-            (``None`` without one), to the gradients of the branch output, of the carry, both (n, d), and of each
-            weight and bias that there is. None of the given gradients is written to.
+            the plan has it), to what is to be kept, which is the streams (…, d) and whatever the backward pass wants
+            beside them, and to the carry for the next write, the branch's input, and the sum if the plan wants it,
+            these in the shape of the carry.
+        backward: from plan, what was kept, weights, gradients of the outputs, dtypes of the carry and of the branch
+            output (``None`` without one), to the gradients of the branch output, of the carry, both (n, d), and of
+            each weight and bias that there is. None of the given gradients is written to.
     """
 
     forward: Callable[
-        [Plan, Tensor | None, tuple[Tensor, ...], tuple[Weights, ...]], tuple[list[Tensor], tuple[Tensor, ...]]
+        [Plan, Tensor | None, tuple[Tensor, ...], tuple[Weights, ...]], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
     ]
     backward: Callable[
         [
@@ -79,27 +80,29 @@ class _Read(torch.autograd.Function):
     def forward(
         ctx: Any, kernels: Kernels, plan: Plan, o: Tensor | None, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        carry, weights = _split(plan, tensors)
+        count = len(plan.terms)
+        carry = tuple(each for each in tensors[:count] if each is not None)
+        weights = _paired(tensors[count:])
         with _no_autocast(carry[0]):
-            streams, outputs = kernels.forward(plan, o, carry, weights)
+            kept, outputs = kernels.forward(plan, o, carry, weights)
         ctx.kernels, ctx.plan = kernels, plan
         ctx.shape = carry[0].shape
         ctx.dtypes = tuple(each.dtype for each in carry), None if o is None else o.dtype
         ctx.weighed = tuple(each is not None for pair in weights for each in pair)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*streams, *(each for pair in weights for each in pair if each is not None))
+        ctx.kept = len(kept)
+        ctx.save_for_backward(*kept, *(each for pair in weights for each in pair if each is not None))
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        plan: Plan = ctx.plan
-        saved = list(ctx.saved_tensors)
-        streams = tuple(saved[: len(plan.terms)])
-        rest = iter(saved[len(plan.terms) :])
-        _, weights = _split(plan, (*streams, *(next(rest) if there else None for there in ctx.weighed)))
-        with _no_autocast(streams[0]):
-            of_o, of_carry, of_weights = ctx.kernels.backward(plan, streams, weights, grads, *ctx.dtypes)
+        # Activation checkpointing lets it be asked for once.
+        saved = ctx.saved_tensors
+        kept, rest = saved[: ctx.kept], iter(saved[ctx.kept :])
+        weights = _paired([next(rest) if there else None for there in ctx.weighed])
+        with _no_autocast(kept[0]):
+            of_o, of_carry, of_weights = ctx.kernels.backward(ctx.plan, kept, weights, grads, *ctx.dtypes)
         shaped = (each.view(ctx.shape) for each in of_carry)
         return None, None, None if of_o is None else of_o.view(ctx.shape), *shaped, *of_weights
 
@@ -127,9 +130,6 @@ def _no_autocast(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
-def _split(plan: Plan, tensors: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor, ...], tuple[Weights, ...]]:
-    """Streams, and pairs of weights, from a flat tuple of both."""
-    count = len(plan.terms)
-    streams = tuple(each for each in tensors[:count] if each is not None)
-    flat = tensors[count:]
-    return streams, tuple((flat[i], flat[i + 1]) for i in range(0, len(flat), 2))
+def _paired(flat: Sequence[Tensor | None]) -> tuple[Weights, ...]:
+    """Weight and bias of each norm, from all of them in a row."""
+    return tuple((flat[i], flat[i + 1]) for i in range(0, len(flat), 2))

@@ -17,6 +17,7 @@ __all__ = [
     "Rows",
     "TermPlan",
     "Weights",
+    "finished",
     "outputs",
     "read_plan",
     "rows_of",
@@ -111,6 +112,13 @@ def read_plan(
 def rows_of(x: Tensor) -> Tensor:
     """``x`` (…, d) as (n, d), a view where that can be."""
     return x.reshape(-1, x.shape[-1])
+
+
+def finished(carry: tuple[Tensor, ...], o: Tensor | None) -> tuple[Tensor, ...]:
+    """Memory for the streams (…, d) that a write of ``o`` makes of ``carry``; without one they are the carry."""
+    if o is None:
+        return carry
+    return tuple(each.new_empty(each.shape, dtype=torch.promote_types(each.dtype, o.dtype)) for each in carry)
 
 
 def outputs(plan: Plan, streams: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Rows]:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .plan import NormPlan, Plan, Weights, outputs, rows_of
+from .plan import NormPlan, Plan, Weights, finished, outputs, rows_of
 
 __all__ = ["MAX_STREAMS", "backward", "forward"]
 
@@ -201,26 +201,22 @@ def _backward_kernel(
 
 def forward(
     plan: Plan, o: Tensor | None, carry: tuple[Tensor, ...], weights: tuple[Weights, ...]
-) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """As :class:`~siamesenorm.ops.function.Kernels`."""
-    given = [rows_of(each).contiguous() for each in carry]
-    update = None if o is None else rows_of(o).contiguous()
-    if o is None:
-        streams = given
-    else:
-        streams = [torch.empty_like(each, dtype=torch.promote_types(each.dtype, o.dtype)) for each in given]
-    whole = carry if o is None else [each.view(carry[0].shape) for each in streams]
+    whole = finished(carry, o)
     next_carry, ends, (kept, out, tapped) = outputs(plan, whole)
-    rows = len(out)
-    if rows:
-        arguments = (*_two(given), update, *_flat(plan, weights), *_two(streams), *_two(kept), out, tapped)
+    if rows := len(out):
+        before, update, streams = (
+            [None if each is None else rows_of(each).contiguous() for each in given] for given in (carry, (o,), whole)
+        )
+        arguments = (*_two(before), *update, *_flat(plan, weights), *_two(streams), *_two(kept), out, tapped)
         _launch(_forward_kernel, min(rows, 65_535), plan, weights, o is not None, arguments, out, TAP=plan.tap)
-    return streams, (*next_carry, *ends)
+    return whole, (*next_carry, *ends)
 
 
 def backward(
     plan: Plan,
-    streams: tuple[Tensor, ...],
+    kept: tuple[Tensor, ...],
     weights: tuple[Weights, ...],
     grads: tuple[Tensor | None, ...],
     dtypes: tuple[torch.dtype, ...],
@@ -228,9 +224,9 @@ def backward(
 ) -> tuple[Tensor | None, list[Tensor], list[Tensor | None]]:
     """As :class:`~siamesenorm.ops.function.Kernels`."""
     count = len(plan.terms)
-    streams = tuple(each.contiguous() for each in streams)
+    streams = tuple(rows_of(each).contiguous() for each in kept)
     given = [None if grad is None else rows_of(grad).contiguous() for grad in grads]
-    of_carry = [torch.empty_like(each, dtype=kept) for each, kept in zip(streams, dtypes, strict=True)]
+    of_carry = [torch.empty_like(each, dtype=dtype) for each, dtype in zip(streams, dtypes, strict=True)]
     of_o = None if dtype_of_o is None else torch.empty_like(streams[0], dtype=dtype_of_o)
     rows, width = streams[0].shape
     programs = min(rows, _PROGRAMS * _multiprocessors(streams[0].device))
