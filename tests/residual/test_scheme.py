@@ -21,6 +21,7 @@ from siamesenorm.residual import (
     Sublayer,
     make_scheme,
     nearest,
+    parse_scheme,
     register,
     schemes,
     set_step,
@@ -358,3 +359,20 @@ def test_float32_streams_are_nearer_to_float64_and_trainable(scheme):
 def test_a_half_precision_stack_may_widen_too():
     stack = linear_stack("siamese", stream_dtype="float32").half()
     assert stack(torch.randn(2, 8).half()).dtype == torch.float16
+
+
+@pytest.mark.parametrize("name", schemes())
+def test_a_label_names_the_scheme(name):
+    assert make_scheme(name).label == name
+    assert parse_scheme(name) == make_scheme(name)
+
+
+def test_a_label_has_the_options_that_were_chosen():
+    scheme = make_scheme("siamese", x="hybrid", first_block_pre=True, warmup_steps=10, x_init=0.5)
+    assert scheme.label == "siamese:warmup_steps=10:x=hybrid:first_block_pre=true:x_init=0.5"
+    assert parse_scheme(scheme.label) == scheme
+    assert parse_scheme("siamese:stream_dtype=null") == make_scheme("siamese")
+    with pytest.raises(ConfigError, match="no option with a value: write siamese:option=value"):
+        parse_scheme("siamese:hybrid")
+    with pytest.raises(ConfigError, match="did you mean 'siamese'"):
+        parse_scheme("siamse:x=post")

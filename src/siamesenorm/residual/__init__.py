@@ -19,6 +19,7 @@ from .scheme import (
     choose,
     count,
     make_scheme,
+    parse_scheme,
     register,
     schemes,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "nearest",
     "one_line",
     "open_streams",
+    "parse_scheme",
     "post_variants",
     "pre_variants",
     "register",

@@ -16,6 +16,7 @@ to the :class:`Readout`. A host needs to know no more than this file.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, TypeVar
@@ -37,6 +38,7 @@ __all__ = [
     "choose",
     "count",
     "make_scheme",
+    "parse_scheme",
     "register",
     "schemes",
 ]
@@ -213,6 +215,13 @@ class Scheme(ABC):
         """The options as plain values."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
+    @property
+    def label(self) -> str:
+        """The name, and each option that is not the default: what :func:`parse_scheme` reads."""
+        chosen = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        words = (f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in chosen.items())
+        return ":".join((self.name, *words))
+
 
 def choose(scheme: Scheme, option: str, *valid: object) -> None:
     """Check that ``scheme.option`` is one of ``valid``, the type included (``1`` is not ``True``).
@@ -281,3 +290,24 @@ def make_scheme(name: str | Scheme, **options: Any) -> Scheme:
         if option not in valid:
             raise ConfigError(f"scheme '{name}' has no option '{option}': {nearest(option, valid)}")
     return cls(**options)
+
+
+def parse_scheme(text: str) -> Scheme:
+    """The scheme that a word names, for command lines and tables: ``"pre"``, ``"siamese:x=hybrid:depth_scale=paper"``.
+
+    Values are read as JSON where they are that (``true``, ``0.5``, ``null``), else as they stand.
+
+    Raises:
+        ConfigError: as :func:`make_scheme`, or for an option without a value.
+    """
+    name, *words = text.split(":")
+    options = {}
+    for word in words:
+        option, equals, value = word.partition("=")
+        if not equals or not option:
+            raise ConfigError(f"'{word}' in scheme '{text}' is no option with a value: write {name}:option=value")
+        try:
+            options[option] = json.loads(value)
+        except json.JSONDecodeError:
+            options[option] = value
+    return make_scheme(name, **options)
