@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +49,7 @@ class Placed:
     branches: tuple[Branch, ...]
     place: NormPlace
 
-    @property
+    @functools.cached_property
     def norms_before(self) -> tuple[str, ...]:
         """The names of the host norms before the branches, of which two branches may share one."""
         return tuple(dict.fromkeys(branch.norm for branch in self.branches)) if self.place == "before" else ()

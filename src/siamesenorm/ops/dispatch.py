@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
-from ..residual import ConfigError, LayerNorm, Norm, Read, RMSNorm, Term, nearest
+from ..residual import ConfigError, Norm, Read, Term, nearest
 from . import eager
 from .function import Kernels, read, write
-from .plan import read_plan, weights_of, wide_dtype
+from .plan import is_ours, is_watched, read_plan, weights_of, wide_dtype
 
 __all__ = ["Choice", "FusedReads", "Mode", "explain", "use"]
 
@@ -89,7 +89,7 @@ def _choose(tensors: tuple[Tensor, ...], norms: tuple[Norm, ...], passed: tuple[
         return Choice("plain", "a compiler fuses the plain form by itself")
     if _mode == "plain":
         return Choice("plain", "asked for")
-    if any(_is_watched(norm) for norm in passed):
+    if any(is_watched(norm) for norm in passed):
         return Choice("plain", "a norm has hooks, which a fused read would pass by")
     if obstacle := _obstacle(tensors, norms):
         return Choice("plain", obstacle)
@@ -139,7 +139,7 @@ def _obstacle(tensors: tuple[Tensor, ...], norms: tuple[Norm, ...]) -> str:
     if first.dim() == 0 or first.shape[-1] == 0:
         return "there is no width to norm over"
     for norm in norms:
-        if type(norm).wide is not Norm.wide or type(norm)._affine not in (RMSNorm._affine, LayerNorm._affine):
+        if not is_ours(norm):
             return f"{type(norm).__name__} is a norm of someone else's"
         if any(type(each) not in _TENSORS for each in norm.parameters()):
             return "a norm's weights are more than tensors"
@@ -152,15 +152,13 @@ def _obstacle(tensors: tuple[Tensor, ...], norms: tuple[Norm, ...]) -> str:
     return ""
 
 
-def _is_watched(module: nn.Module) -> bool:
-    """Whether calling ``module`` does more than its norm. Hooks of all modules see those alone that are called."""
-    if type(module).forward is not Norm.forward or "forward" in vars(module):
-        return True
-    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
-
-
 class FusedReads:
     """The backend that fills the slot of :mod:`siamesenorm.residual.fusing`."""
+
+    def wanted(self) -> bool:
+        """As :meth:`siamesenorm.residual.Backend.wanted`."""
+        # Without a backward pass to keep things for, torch's operations do no better than the plain form.
+        return _mode == "triton" or (_mode != "plain" and torch.is_grad_enabled())
 
     def read(
         self,
@@ -198,8 +196,7 @@ class FusedReads:
 
     def norm(self, norm: Norm, x: Tensor) -> Tensor | None:
         """As :meth:`siamesenorm.residual.Backend.norm`."""
-        # Without a backward pass there is nothing to keep, and the plain form is as good.
-        if not torch.is_grad_enabled() or x.shape[-1:] != (norm.size,):
+        if x.shape[-1:] != (norm.size,):
             return None
         choice = _choose((x,), (norm,))
         if choice.backend == "plain":

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..residual import Norm, Term
+from ..residual import LayerNorm, Norm, RMSNorm, Term
 from ..residual.norms import widen
 
 __all__ = [
@@ -18,6 +18,8 @@ __all__ = [
     "TermPlan",
     "Weights",
     "finished",
+    "is_ours",
+    "is_watched",
     "outputs",
     "read_plan",
     "rows_of",
@@ -107,6 +109,21 @@ def read_plan(
         for term, scale in zip(terms, scales or (0.0,) * len(terms), strict=True)
     )
     return Plan(made, None if norm is None else _norm_plan(norm), tap, dtype)
+
+
+def is_ours(norm: Norm) -> bool:
+    """Whether a norm computes what the package's own of its kind do."""
+    kind = type(norm)
+    return kind.wide is Norm.wide and kind._affine in (RMSNorm._affine, LayerNorm._affine)
+
+
+def is_watched(module: Norm) -> bool:
+    """Whether calling ``module`` does more than its norm. Hooks of all modules see those alone that are called."""
+    return (
+        bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+        or "forward" in vars(module)
+        or type(module).forward is not Norm.forward
+    )
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Backend", "Read", "Term", "backend", "register_backend", "terms_of"]
 
 
-@dataclass(frozen=True)
-class Term:
+class Term(NamedTuple):
     """What a sublayer makes of one stream.
 
     Attributes:
@@ -40,8 +38,7 @@ class Term:
     scale: float = 1.0
 
 
-@dataclass(frozen=True)
-class Read:
+class Read(NamedTuple):
     """What a fused read computes.
 
     Attributes:
@@ -57,6 +54,9 @@ class Read:
 
 class Backend(Protocol):
     """Computes reads, writes and norms. Each may return ``None``, which leaves the work to the plain form."""
+
+    def wanted(self) -> bool:
+        """Whether there is anything to do for it here and now."""
 
     def read(
         self,
@@ -93,7 +93,8 @@ def terms_of(module: Sublayer | Readout) -> tuple[Term, ...]:
     A class that overrides the plain form, or an object with a ``write`` of its own, does not have what it inherits
     there of terms.
     """
-    if _PLAIN_FORM & vars(module).keys() or not _speaks_for_itself(type(module)):
+    own = vars(module)
+    if "write" in own or "read" in own or "close" in own or not _speaks_for_itself(type(module)):
         return ()
     return module.terms() or ()
 
@@ -117,4 +118,6 @@ def register_backend(made: Backend | None) -> None:
 
 def backend() -> Backend | None:
     """Who computes reads and writes. A compiler is given the plain form, which it fuses by itself."""
-    return None if torch.compiler.is_compiling() else _backend
+    if _backend is None or torch.compiler.is_compiling() or not _backend.wanted():
+        return None
+    return _backend

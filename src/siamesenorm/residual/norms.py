@@ -17,14 +17,22 @@ from torch.nn import functional as F
 from .errors import ConfigError
 from .fusing import backend
 
-__all__ = ["LayerNorm", "Norm", "NormSpec", "RMSNorm", "widen"]
+__all__ = ["LayerNorm", "Norm", "NormSpec", "RMSNorm", "narrow", "widen"]
 
 NormKind = Literal["rms", "layer"]
+# Up to so many entries torch computes in one thread.
+_FEW = 32_768
+_WIDE = (torch.float32, torch.float64)
 
 
 def widen(x: Tensor) -> Tensor:
-    """``x`` in float32, or as it is where its dtype is already wider."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    """``x`` in float32, or as it is where its dtype is already as wide."""
+    return x if x.dtype in _WIDE else x.float()
+
+
+def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in ``dtype``. A token that is decoded costs more calls than arithmetic, so this spares one where it can."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 class Norm(nn.Module):
@@ -80,7 +88,7 @@ class Norm(nn.Module):
         """What the normalised input is multiplied by (size,), in ``dtype``."""
         if self.weight is None:
             return None
-        weight = self.weight.to(dtype)
+        weight = narrow(self.weight, dtype)
         return weight + self.offset if self.offset else weight
 
     def wide(self, x: Tensor) -> Tensor:
@@ -96,7 +104,7 @@ class Norm(nn.Module):
         """The norm of ``x`` (…, size), in ``x``'s dtype."""
         made = backend()
         out = None if made is None else made.norm(self, x)
-        return self.wide(x).to(x.dtype) if out is None else out
+        return narrow(self.wide(x), x.dtype) if out is None else out
 
     def extra_repr(self) -> str:
         """Width, eps, whether there is a bias, and the scale where there is one."""
@@ -110,6 +118,14 @@ class RMSNorm(Norm):
     kind = "rms"
 
     def _affine(self, x: Tensor) -> Tensor:
+        if (
+            not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and self.bias is None
+            and x.numel() <= _FEW
+        ):
+            # The same operations and bits in one call, which is what a token that is decoded costs.
+            return F.rms_norm(x, (self.size,), self.factor(x.dtype), self.eps)
         out = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
         if (factor := self.factor(x.dtype)) is not None:
             out = out * factor

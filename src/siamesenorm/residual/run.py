@@ -9,8 +9,7 @@ a Python attribute would not. Streams that need no widening have no such marker.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +36,7 @@ def open_streams(scheme: Scheme, h: Tensor) -> Streams:
     return (*scheme.open(h.to(dtype)), h.new_empty(0))
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A sublayer as its host runs it.
 
     Attributes:
@@ -55,8 +53,7 @@ class Step:
     tap: Callable[[Tensor], object] | None = None
 
 
-@dataclass(frozen=True)
-class _Unfinished:
+class _Unfinished(NamedTuple):
     """Streams whose last write may still be to do."""
 
     carry: Carry

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from .errors import ConfigError
 from .fusing import Term
-from .norms import Norm, NormSpec, widen
+from .norms import Norm, NormSpec, narrow, widen
 from .scheme import Carry, NormPlace, Readout, Scheme, Site, Streams, Sublayer, choose, register
 
 __all__ = ["SiameseNorm"]
@@ -60,7 +60,7 @@ class _NormedX(Sublayer):
     def read(self, streams: Streams) -> tuple[Tensor, Carry]:
         x, *y = streams
         x_hat = self.norm_x(x)
-        u = x_hat if self.norm_y is None else (x_hat + self.norm_y.wide(y[0])).to(x.dtype)
+        u = x_hat if self.norm_y is None else narrow(x_hat + self.norm_y.wide(y[0]), x.dtype)
         return u, (x_hat if self.replace else x, *y)
 
     def write(self, carry: Carry, o: Tensor) -> Streams:
@@ -93,7 +93,7 @@ class _ScaledX(Sublayer):
         u = widen(self.c1) * widen(x)
         if self.norm_y is not None:
             u = u + self.norm_y.wide(y[0])
-        return u.to(x.dtype), (x, *y)
+        return narrow(u, x.dtype), (x, *y)
 
     def write(self, carry: Carry, o: Tensor) -> Streams:
         return _update(carry, o, self.scale)
@@ -133,7 +133,7 @@ class _Readout(Readout):
         x, *y = streams
         if self.norm_y is None:
             return cast(Tensor, self.norm_x(x))
-        return (self.norm_x.wide(x) + self.norm_y.wide(y[0])).to(x.dtype)
+        return narrow(self.norm_x.wide(x) + self.norm_y.wide(y[0]), x.dtype)
 
     def terms(self) -> tuple[Term, ...]:
         return (Term(self.norm_x),) if self.norm_y is None else (Term(self.norm_x), Term(self.norm_y))
