@@ -14,7 +14,7 @@ _SECONDS_TO_SPEAK = 10
 
 
 def _app() -> typer.Typer:
-    from siamesenorm.cli import data, generate, inspect, sample, train
+    from siamesenorm.cli import bench, data, generate, inspect, sample, train
     from siamesenorm.cli import eval as evaluate
 
     app = typer.Typer(
@@ -29,6 +29,7 @@ def _app() -> typer.Typer:
     app.command("generate")(generate.generate)
     app.command("sample")(sample.sample)
     app.command("inspect")(inspect.inspect)
+    app.command("bench")(bench.bench)
     app.add_typer(data.app)
     return app
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -43,16 +42,20 @@ class Tap(nn.Module):
 
 @dataclass(frozen=True)
 class Placed:
-    """A sublayer of a block: the name of its read and write, its branches, and where their host norms go."""
+    """A sublayer of a block: the name of its read and write, its branches, and where their host norms go.
+
+    Attributes:
+        norms_before: the names of the host norms before the branches, of which two branches may share one.
+    """
 
     residual: str
     branches: tuple[Branch, ...]
     place: NormPlace
+    norms_before: tuple[str, ...] = field(init=False)
 
-    @functools.cached_property
-    def norms_before(self) -> tuple[str, ...]:
-        """The names of the host norms before the branches, of which two branches may share one."""
-        return tuple(dict.fromkeys(branch.norm for branch in self.branches)) if self.place == "before" else ()
+    def __post_init__(self) -> None:
+        before = dict.fromkeys(branch.norm for branch in self.branches) if self.place == "before" else ()
+        object.__setattr__(self, "norms_before", tuple(before))
 
     def step(self, block: nn.Module, branch: Callable[..., Tensor], tap: Tap | None = None) -> Step:
         """The sublayer in ``block``; ``branch`` is called with an input for each of :attr:`norms_before`, or one."""

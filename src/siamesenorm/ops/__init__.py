@@ -6,8 +6,8 @@ Importing this package puts them into the slot of ``residual/fusing.py``; it is 
 from __future__ import annotations
 
 from ..residual import register_backend
-from .dispatch import Choice, FusedReads, Mode, explain, use
+from .dispatch import Choice, FusedReads, Mode, explain, has_triton, use
 
-__all__ = ["Choice", "Mode", "explain", "use"]
+__all__ = ["Choice", "Mode", "explain", "has_triton", "use"]
 
 register_backend(FusedReads())

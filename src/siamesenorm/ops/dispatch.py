@@ -20,7 +20,7 @@ from . import eager
 from .function import Kernels, read, write
 from .plan import is_ours, is_watched, read_plan, weights_of, wide_dtype
 
-__all__ = ["Choice", "FusedReads", "Mode", "explain", "use"]
+__all__ = ["Choice", "FusedReads", "Mode", "explain", "has_triton", "use"]
 
 Mode = Literal["auto", "plain", "fused", "triton"]
 
@@ -117,6 +117,11 @@ def _obstacle_of_triton(tensors: tuple[Tensor, ...]) -> str:
     return ""
 
 
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return _triton() is not None
+
+
 @functools.cache
 def _triton() -> Kernels | None:
     """The kernels, where Triton is installed."""
@@ -155,10 +160,11 @@ def _obstacle(tensors: tuple[Tensor, ...], norms: tuple[Norm, ...]) -> str:
 class FusedReads:
     """The backend that fills the slot of :mod:`siamesenorm.residual.fusing`."""
 
-    def wanted(self) -> bool:
+    def wanted(self, training: bool) -> bool:
         """As :meth:`siamesenorm.residual.Backend.wanted`."""
-        # Without a backward pass to keep things for, torch's operations do no better than the plain form.
-        return _mode == "triton" or (_mode != "plain" and torch.is_grad_enabled())
+        # Without a backward pass to keep things for, torch's operations do no better than the plain form. A block that
+        # is training without one is in an activation checkpoint, and what is computed again is to be the same.
+        return _mode == "triton" or (_mode != "plain" and (training or torch.is_grad_enabled()))
 
     def read(
         self,

@@ -13,7 +13,7 @@ import itertools
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from .norms import Norm
@@ -55,8 +55,8 @@ class Read(NamedTuple):
 class Backend(Protocol):
     """Computes reads, writes and norms. Each may return ``None``, which leaves the work to the plain form."""
 
-    def wanted(self) -> bool:
-        """Whether there is anything to do for it here and now."""
+    def wanted(self, training: bool) -> bool:
+        """Whether there is anything to do for it here and now, in a module that is ``training`` or not."""
 
     def read(
         self,
@@ -116,8 +116,8 @@ def register_backend(made: Backend | None) -> None:
     _backend = made
 
 
-def backend() -> Backend | None:
-    """Who computes reads and writes. A compiler is given the plain form, which it fuses by itself."""
-    if _backend is None or torch.compiler.is_compiling() or not _backend.wanted():
+def backend(module: nn.Module) -> Backend | None:
+    """Who computes reads and writes of ``module``. A compiler is given the plain form, which it fuses by itself."""
+    if _backend is None or torch.compiler.is_compiling() or not _backend.wanted(module.training):
         return None
     return _backend

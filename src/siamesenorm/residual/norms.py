@@ -102,7 +102,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The norm of ``x`` (…, size), in ``x``'s dtype."""
-        made = backend()
+        made = backend(self)
         out = None if made is None else made.norm(self, x)
         return narrow(self.wide(x), x.dtype) if out is None else out
 

@@ -61,9 +61,10 @@ class _Unfinished(NamedTuple):
     by: Sublayer | None = None
     scales: tuple[float, ...] = ()
 
-    def finish(self, made: Backend | None) -> Streams:
+    def finish(self) -> Streams:
         if self.o is None or self.by is None:
             return self.carry
+        made = backend(self.by)
         streams = made.write(self.carry, self.o, self.scales) if made is not None and self.scales else None
         return self.by.write(self.carry, self.o) if streams is None else streams
 
@@ -73,21 +74,21 @@ def through(steps: Iterable[Step], streams: Streams) -> Streams:
 
     Streams come in and go out finished; between two steps a write may be left to the next read.
     """
-    made = backend()
     marker = streams[-1:] if _marked(streams) else ()
     state = _Unfinished(finished(streams))
     for step in steps:
+        made = backend(step.sublayer)
         terms = () if made is None else terms_of(step.sublayer)
         read = _fused_read(made, terms, step, state, marker)
         if read is None:
-            read = _plain_read(step, state.finish(made), marker)
+            read = _plain_read(step, state.finish(), marker)
         if step.tap is not None:
             step.tap(cast(Tensor, read.tapped))
         o = step.branch(*read.inputs)
         if not step.sublayer.gates_itself:
             o = step.sublayer.gated(o)
         state = _Unfinished(read.carry, o, step.sublayer, tuple(term.scale for term in terms))
-    return state.finish(made) + marker
+    return state.finish() + marker
 
 
 def _plain_read(step: Step, streams: Streams, marker: Streams) -> Read:
@@ -109,7 +110,7 @@ def _fused_read(
 
 def close_streams(readout: Readout, streams: Streams) -> Tensor:
     """Close a stack: the readout (…, d) in the dtype that the stack was opened with."""
-    made = backend()
+    made = backend(readout)
     terms = () if made is None else terms_of(readout)
     dtype = streams[-1].dtype if _marked(streams) else None
     read = made.read(terms, finished(streams), None, (), (), dtype, False) if made and terms else None
