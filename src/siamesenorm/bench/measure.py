@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import statistics
 import time
@@ -270,6 +271,8 @@ class _Allocations:
         self.peak = 0
 
     def __enter__(self) -> None:
+        # The profiler tells of every start and stop on stderr, unless it hears otherwise before its first.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "10")
         self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
         self._profile.__enter__()
 
