@@ -22,7 +22,19 @@ from siamesenorm.training.recipe import Recipe
 from siamesenorm.training.settings import autocast_of, autocasting
 from siamesenorm.training.tasks import task_of
 
-__all__ = ["BASELINE", "UNTOUCHED", "Case", "Mode", "Result", "Spread", "bandwidth", "cases", "measure", "modes"]
+__all__ = [
+    "BASELINE",
+    "UNTOUCHED",
+    "Case",
+    "Mode",
+    "Result",
+    "Spread",
+    "bandwidth",
+    "cases",
+    "measure",
+    "model_of",
+    "modes",
+]
 
 BASELINE = "pre"
 UNTOUCHED = "host"
@@ -67,6 +79,7 @@ class Result:
         time_to_baseline: of the steps that ran in the same round, in the same mode.
         kept_to_baseline: in the same mode.
         time_to_plain: to the scheme's own plain form, where that was measured.
+        time_to_host: to the untouched model, compiled where the case is, where that was measured.
     """
 
     case: Case
@@ -77,6 +90,7 @@ class Result:
     time_to_baseline: Spread
     kept_to_baseline: float
     time_to_plain: Spread | None
+    time_to_host: Spread | None
 
 
 def modes() -> tuple[Mode, ...]:
@@ -129,7 +143,7 @@ def measure(
     steps: dict[Case, Callable[[], Tensor]] = {}
     for case in cases:
         if case.scheme not in models:
-            models[case.scheme] = _model(recipe, case.scheme, device)
+            models[case.scheme] = model_of(recipe, case.scheme, device)
         steps[case] = _step(recipe, models[case.scheme], case.mode, device)
     memory = {}
     for case in cases:
@@ -153,6 +167,7 @@ def measure(
 
 def _result(case: Case, seconds: dict[Case, list[float]], memory: dict[Case, tuple[int, int]], tokens: int) -> Result:
     baseline, plain = Case(BASELINE, case.mode), Case(case.scheme, "plain")
+    host = Case(UNTOUCHED, "compiled" if case.mode == "compiled" else "plain")
     own = Spread.of(seconds[case])
     kept, peak = memory[case]
     return Result(
@@ -164,6 +179,7 @@ def _result(case: Case, seconds: dict[Case, list[float]], memory: dict[Case, tup
         _ratio(seconds[case], seconds[baseline]),
         kept / memory[baseline][0],
         _ratio(seconds[case], seconds[plain]) if plain in seconds else None,
+        _ratio(seconds[case], seconds[host]) if host in seconds else None,
     )
 
 
@@ -176,7 +192,8 @@ def _mode(mode: Mode) -> Any:
     return ops.use("plain" if mode == "compiled" else mode)
 
 
-def _model(recipe: Recipe, scheme: str, device: torch.device) -> Any:
+def model_of(recipe: Recipe, scheme: str, device: torch.device) -> Any:
+    """The recipe's model under a scheme, or :data:`UNTOUCHED`, from the recipe's seed."""
     chosen = parse_scheme(BASELINE if scheme == UNTOUCHED else scheme)
     recipe = replace(recipe, model=replace(recipe.model, scheme=chosen.name, options=chosen.options()))
     with device:

@@ -94,7 +94,10 @@ def _show(facts: dict[str, Any], out: Path | None) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("scheme", "mode"):
         table.add_column(column)
-    of_time, of_memory = ("ms a step", "tokens/s", "time to pre", "to plain"), ("kept MiB", "to pre", "peak MiB")
+    of_time, of_memory = (
+        ("ms a step", "tokens/s", "time to pre", "to plain", "to host"),
+        ("kept MiB", "to pre", "peak MiB"),
+    )
     for column in (*of_time, *of_memory, "streams", "floor", "time"):
         table.add_column(column, justify="right")
     for row in facts["cases"]:
@@ -115,7 +118,8 @@ def _cells(row: dict[str, Any]) -> Iterator[str]:
     yield f"{1e3 * row['seconds']['median']:.1f}"
     yield f"{row['tokens_per_second']:,.0f}"
     yield _ratio(row["time_to_baseline"])
-    yield "" if row["time_to_plain"] is None else _ratio(row["time_to_plain"])
+    for other in ("time_to_plain", "time_to_host"):
+        yield "" if row[other] is None else _ratio(row[other])
     yield f"{row['kept'] / 2**20:.1f}"
     yield f"{row['kept_to_baseline']:.3f}"
     yield f"{row['peak'] / 2**20:.1f}"
