@@ -146,7 +146,7 @@ def _obstacle(tensors: tuple[Tensor, ...], norms: tuple[Norm, ...]) -> str:
     for norm in norms:
         if not is_ours(norm):
             return f"{type(norm).__name__} is a norm of someone else's"
-        if any(type(each) not in _TENSORS for each in norm.parameters()):
+        if not (norm.weight is None or type(norm.weight) in _TENSORS):
             return "a norm's weights are more than tensors"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "torch.func transforms the plain form"

@@ -15,12 +15,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..residual.norms import narrow
 from .plan import NormPlan, Plan, Weights, finished, outputs, rows_of, scaled_sum, wide_dtype
 
 __all__ = ["backward", "forward"]
 
 # Entries of a piece for each thread. Torch splits an operation from 32,768 entries on.
 _PIECE = 262_144
+
+Piece = slice | None
+"""Of rows; ``None`` is all of them."""
 
 Stats = tuple[Tensor, ...]
 """Of each row (n, 1): the inverse deviation, and the mean where the norm takes it away; nothing without a norm."""
@@ -41,13 +45,13 @@ def forward(
         total: Tensor | None = None
         for index, (term, stream) in enumerate(zip(plan.terms, streams, strict=True)):
             if update is not None:
-                torch.add(before[index][piece], update[piece], alpha=term.scale, out=stream[piece])
+                torch.add(_cut(before[index], piece), _cut(update, piece), alpha=term.scale, out=_cut(stream, piece))
             if not (term.summed or term.replaces):
                 continue
             here, target = _at_rows(stats[index], piece), _at(kept[index], piece, wide)
             # A term that is only read goes into the sum as it is made.
             so_far = None if term.replaces else total
-            made = _measured(term.norm, stream[piece].to(wide), weights[index], here, so_far, target)
+            made = _measured(term.norm, narrow(_cut(stream, piece), wide), weights[index], here, so_far, target)
             _store(made, kept[index], piece, target)
             if term.summed:
                 total = made if total is None or so_far is not None else total + made
@@ -81,8 +85,8 @@ def backward(
         of_o = of_carry[0]
     sums = _Sums(weights)
     for piece in _pieces(streams[0]):
-        xs = [each[piece].to(wide) for each in streams]
-        given = [None if grad is None else grad[piece].to(wide) for grad in rows]
+        xs = [narrow(_cut(each, piece), wide) for each in streams]
+        given = [None if grad is None else narrow(_cut(grad, piece), wide) for grad in rows]
         here = [_at_rows(each, piece) for each in stats]
         grad = given[count]
         if plan.norm is not None and grad is not None:
@@ -105,7 +109,7 @@ def backward(
                 own = sums.of(index)
                 of_stream = _of_input(term.norm, of_term, x, weights[index], here[index], own, after, target)
             if of_stream is None:
-                of_carry[index][piece] = 0
+                _cut(of_carry[index], piece).zero_()
                 continue
             _store(of_stream, of_carry[index], piece, target)
             if of_o is not of_carry[index]:
@@ -113,7 +117,7 @@ def backward(
         if update is not None:
             _store(update, of_o, piece, target_of_o)
         elif of_o is not None and of_o is not of_carry[0]:
-            of_o[piece] = 0
+            _cut(of_o, piece).zero_()
     return of_o, of_carry, sums.done()
 
 
@@ -243,24 +247,32 @@ class _Sums:
         ]
 
 
-def _pieces(x: Tensor) -> Iterator[slice]:
-    """Slices of the rows of ``x`` (n, d): all of them at once where the device is no CPU."""
+def _pieces(x: Tensor) -> Iterator[Piece]:
+    """Pieces of the rows of ``x`` (n, d): all of them at once where they are few, or the device is no CPU."""
     rows, width = x.shape
-    step = max(_PIECE * torch.get_num_threads() // width, 1) if x.device.type == "cpu" else max(rows, 1)
+    step = max(_PIECE * torch.get_num_threads() // width, 1)
+    if rows <= step or x.device.type != "cpu":
+        if rows:
+            yield None
+        return
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
 
-def _at(whole: Tensor | None, piece: slice, dtype: torch.dtype) -> Tensor | None:
+def _cut(x: Tensor, piece: Piece) -> Tensor:
+    return x if piece is None else x[piece]
+
+
+def _at(whole: Tensor | None, piece: Piece, dtype: torch.dtype) -> Tensor | None:
     """A piece of ``whole`` to compute into, where it is of the dtype that is computed in."""
-    return None if whole is None or whole.dtype != dtype else whole[piece]
+    return None if whole is None or whole.dtype != dtype else _cut(whole, piece)
 
 
-def _at_rows(stats: Stats, piece: slice) -> Stats:
-    return tuple(each[piece] for each in stats)
+def _at_rows(stats: Stats, piece: Piece) -> Stats:
+    return stats if piece is None else tuple([each[piece] for each in stats])
 
 
-def _store(made: Tensor, whole: Tensor | None, piece: slice, target: Tensor | None = None) -> None:
+def _store(made: Tensor, whole: Tensor | None, piece: Piece, target: Tensor | None = None) -> None:
     """Put a piece where it belongs, unless it was computed there, in ``target``."""
     if whole is not None and made is not target:
-        whole[piece] = made
+        _cut(whole, piece).copy_(made)

@@ -127,7 +127,9 @@ class _Write(torch.autograd.Function):
 
 def _no_autocast(x: Tensor) -> AbstractContextManager[object]:
     kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def _paired(flat: Sequence[Tensor | None]) -> tuple[Weights, ...]:

@@ -128,7 +128,7 @@ def is_watched(module: Norm) -> bool:
 
 def rows_of(x: Tensor) -> Tensor:
     """``x`` (…, d) as (n, d), a view where that can be."""
-    return x.reshape(-1, x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def finished(carry: tuple[Tensor, ...], o: Tensor | None) -> tuple[Tensor, ...]:
