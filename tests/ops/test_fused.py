@@ -305,3 +305,78 @@ def test_checkpoints_autocast_gates_and_wide_streams(case, reentrant):
         assert torch.equal(a, b)
     for a, b in zip(run("fused", False), run("plain", False), strict=True):
         assert error(a, b) < 0.05
+
+
+def counting(monkeypatch):
+    """How often a fused read was computed since."""
+    calls = []
+    plain = dispatch._EAGER
+
+    def forward(*arguments):
+        calls.append(arguments[0])
+        return plain.forward(*arguments)
+
+    monkeypatch.setattr(dispatch, "_EAGER", dispatch.Kernels(forward, plain.backward))
+    return calls
+
+
+def test_a_forward_pass_alone_is_plain_unless_it_is_one_of_training(monkeypatch):
+    calls = counting(monkeypatch)
+    module, h = stack("post-pre"), torch.randn(3, D, dtype=torch.float64)
+    with torch.no_grad():
+        module.eval()(h)
+        assert not calls
+        # An activation checkpoint's first pass, which the second is to repeat.
+        inside = module.train()(h)
+    assert calls
+    assert torch.equal(inside, module(h))
+
+
+def test_a_sublayer_that_overrides_its_plain_form_is_not_fused():
+    class Louder(type(make_scheme("siamese").sublayer(SITES[0], NormSpec("rms", D)))):
+        def write(self, carry, o):
+            return super().write(carry, 2 * o)
+
+    module, h = stack("post-pre"), torch.randn(3, D, dtype=torch.float64)
+    before = module(h)
+    for block in module.blocks:
+        for sublayer in block.residuals:
+            sublayer.__class__ = Louder
+    with ops.use("plain"):
+        expected = module(h)
+    assert error(module(h), expected) < 1e-12
+    assert error(before, expected) > 0.01
+
+
+def test_a_write_that_is_watched_is_called():
+    module, seen = stack("post-pre", blocks=1), []
+    last = module.blocks[0].residuals[1]
+    write = last.write
+    last.__dict__["write"] = lambda carry, o: seen.append(o) or write(carry, o)
+    module(torch.randn(3, D, dtype=torch.float64))
+    assert len(seen) == 1
+
+
+def test_the_plain_form_is_explained():
+    x, norm = torch.randn(3, D), NormSpec("rms", D).build()
+
+    class Special(torch.Tensor):
+        pass
+
+    assert "more than a tensor" in ops.explain(x.as_subclass(Special), norm).reason
+    reasons = []
+    torch.func.grad(lambda y: (reasons.append(ops.explain(y, norm).reason), y.sum())[1])(x)
+    with torch.autograd.forward_ad.dual_level():
+        reasons.append(ops.explain(x, norm).reason)
+    assert reasons == ["torch.func transforms the plain form", "forward-mode derivatives are those of the plain form"]
+    norm.weight = torch.nn.Parameter(norm.weight.as_subclass(Special))
+    assert "more than tensors" in ops.explain(x, norm).reason
+
+
+def test_transforms_of_torch_give_what_the_plain_form_gives():
+    module, h = stack("post-pre", d=6), torch.randn(4, 6, dtype=torch.float64)
+    with ops.use("plain"):
+        expected = torch.func.jacrev(module)(h[0])
+    assert torch.allclose(torch.func.jacrev(module)(h[0]), expected, rtol=1e-12)
+    assert torch.allclose(torch.func.jacfwd(module)(h[0]), expected, rtol=1e-10)
+    assert torch.allclose(torch.func.vmap(module)(h), module(h), rtol=1e-12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import random
 import statistics
@@ -208,7 +209,9 @@ def _untouched(model: Any) -> Any:
     if hasattr(config, "to_dict"):
         known = {key: value for key, value in config.to_dict().items() if key not in type(config).__annotations__}
         return kind(kind.config_class.from_dict(known))
-    return kind.from_config({key: value for key, value in config.items() if key != "residual_scheme"})
+    parameters = inspect.signature(kind.__init__).parameters
+    # A rewired DiT's norms are its blocks' own, which its config says in this place.
+    return kind(**{key: value for key, value in config.items() if key in parameters and key != "norm_type"})
 
 
 def _step(recipe: Recipe, model: Any, mode: Mode, device: torch.device) -> Callable[[], Tensor]:
