@@ -141,6 +141,20 @@ def test_what_is_not_contiguous():
     assert_as_exact_as_the_plain_form(module, h, torch.float32, "fused")
 
 
+def test_a_norm_keeps_the_layout_of_its_input():
+    norm = NormSpec("rms", 8).build()
+    x = torch.randn(2, 5, 3, 8).transpose(1, 2).requires_grad_()
+    with ops.use("plain"):
+        expected = norm(x)
+    out = norm(x)
+    assert out.stride() == expected.stride() == x.stride()
+    assert error(out.double(), expected.double()) < 1e-6
+    (grad,), (wanted,) = (torch.autograd.grad(each.sin().sum(), x) for each in (out, expected))
+    assert error(grad, wanted) < 1e-6
+    for strange in (torch.randn(8, 4).t(), torch.randn(4, 1).expand(4, 8), torch.randn(8)):
+        assert torch.allclose(norm(strange), norm.wide(strange), atol=1e-6)
+
+
 @pytest.mark.parametrize("pieces", [1, 3, 10])
 def test_rows_are_gone_through_in_pieces(pieces, monkeypatch):
     from siamesenorm.ops import eager

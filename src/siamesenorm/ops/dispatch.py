@@ -207,8 +207,13 @@ class FusedReads:
         choice = _choose((x,), (norm,))
         if choice.backend == "plain":
             return None
+        # The heads of q, k and v are a transposed view. What is made of them is one like it: else attention would be
+        # given, and give, another layout than the host's, and copy.
+        order = sorted(range(x.dim() - 1), key=x.stride, reverse=True)
+        rows = x.permute(*order, -1)
         plan = read_plan((Term(norm),), (), None, False, x.dtype)
-        return read(self._kernels(choice), plan, None, (x,), (weights_of(norm, wide_dtype(x)),))[-1]
+        made = read(self._kernels(choice), plan, None, (rows,), (weights_of(norm, wide_dtype(x)),))[-1]
+        return made.permute(*(order.index(axis) for axis in range(len(order))), -1)
 
     def write(self, carry: tuple[Tensor, ...], o: Tensor, scales: tuple[float, ...]) -> tuple[Tensor, ...] | None:
         """As :meth:`siamesenorm.residual.Backend.write`."""
