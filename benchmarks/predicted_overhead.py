@@ -5,14 +5,12 @@
 For lm-1.3b and moe-15b-a2b, in bfloat16: the streams that a sublayer moves (``siamesenorm.bench.traffic``) over the
 memory's bandwidth, beside the operations of a training step (those of ``siamesenorm inspect``) at the share of the peak
 that Pre-Norm is taken to reach. Neither latency nor communication is in it, nor what overlaps. The defaults are an
-H200's: 4.8 TB/s, 989 TFLOP/s dense. Memory is the activations of one micro-batch of one sequence, as ``inspect`` counts
-them, in eager mode.
+H200's: 4.8 TB/s, 989 TFLOP/s dense.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 from dataclasses import replace
 
 import torch
@@ -21,9 +19,8 @@ from rich.table import Table
 
 from siamesenorm.bench import floor, traffic
 from siamesenorm.residual import NormSpec, Sublayer, parse_scheme
-from siamesenorm.training.build import check, empty_model
+from siamesenorm.training.build import empty_model
 from siamesenorm.training.cost import flops_per_token
-from siamesenorm.training.memory import training_memory
 from siamesenorm.training.recipe_files import load
 
 RECIPES = ("lm-1.3b", "moe-15b-a2b")
@@ -37,7 +34,7 @@ def main() -> None:
     arguments.add_argument("--mfu", type=float, default=0.4, help="the share of the peak that Pre-Norm reaches")
     asked = arguments.parse_args()
     table = Table(box=None, pad_edge=False)
-    for column in ("recipe", "scheme", "mode", "streams", "more than pre", "step time", "activations", "checkpointed"):
+    for column in ("recipe", "scheme", "mode", "streams", "more than pre", "step time"):
         table.add_column(column, justify="left" if column in ("recipe", "scheme", "mode") else "right")
     for name in RECIPES:
         base = with_scheme(name, "pre")
@@ -49,12 +46,8 @@ def main() -> None:
             for mode in ("plain", "fused", "floor"):
                 ours, theirs = streams(scheme, mode), streams("pre", mode)
                 added = (ours - theirs) * sublayers * width * torch.bfloat16.itemsize / asked.bandwidth
-                memory = ["", ""]
-                if mode == "fused":
-                    kept = [[activations(name, each, again) for each in (scheme, "pre")] for again in (False, True)]
-                    memory = [f"{one / other:.3f}" for one, other in kept]
                 row = (f"{ours:.1f}", f"{ours - theirs:.1f}", f"{1 + added / seconds:.3f}")
-                table.add_row(name, scheme, mode, *row, *memory)
+                table.add_row(name, scheme, mode, *row)
     Console(width=140).print(table, highlight=False)
 
 
@@ -65,16 +58,9 @@ def streams(scheme: str, mode: str) -> float:
     return traffic(made, NormSpec("rms", 8), mode, torch.bfloat16).total
 
 
-def with_scheme(name: str, scheme: str, *overrides: str):
-    recipe, chosen = load(name, list(overrides)), parse_scheme(scheme)
+def with_scheme(name: str, scheme: str):
+    recipe, chosen = load(name, []), parse_scheme(scheme)
     return replace(recipe, model=replace(recipe.model, scheme=chosen.name, options=chosen.options()))
-
-
-@functools.cache
-def activations(name: str, scheme: str, again: bool) -> int:
-    checkpointing = f"train.activation_checkpointing={str(again).lower()}"
-    recipe = with_scheme(name, scheme, "train.batch_size=1", "train.micro_batch_size=1", checkpointing)
-    return training_memory(check(recipe, needs_data=False), recipe).activations
 
 
 if __name__ == "__main__":
