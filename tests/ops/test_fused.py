@@ -99,6 +99,18 @@ def test_values_and_gradients_are_those_of_the_plain_form_in_float64(case, norm)
             assert error(fused[name], reference) < 1e-12, name
 
 
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_forward_pass_has_the_bits_of_the_plain_form(case, norm):
+    # So that a model says the same with gradients, without them, and in evaluation.
+    module, h = stack(case, norm).float(), torch.randn(3, 7, D)
+    with ops.use("plain"):
+        expected = module(h)
+    assert torch.equal(module(h), expected)
+    with torch.no_grad():
+        assert torch.equal(module.eval()(h), expected)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("norm", ["rms", "layer"])

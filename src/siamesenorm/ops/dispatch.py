@@ -187,12 +187,12 @@ class FusedReads:
         choice = _choose(tensors, checked, checked)
         if choice.backend == "plain":
             return None
-        wide = wide_dtype(*tensors)
+        like = carry[0].new_empty(0, dtype=wide_dtype(*tensors))
         stream = carry[0].dtype if o is None else torch.promote_types(carry[0].dtype, o.dtype)
         plan = read_plan(terms, scales if o is not None else (), inside, tap, dtype or stream)
-        weights = [weights_of(each, wide) for each in own]
+        weights = [weights_of(each, like) for each in own]
         if inside is not None:
-            weights.append(weights_of(inside, wide))
+            weights.append(weights_of(inside, like))
         *kept, first = read(self._kernels(choice), plan, o, carry, tuple(weights))
         tapped = None
         if tap:
@@ -212,7 +212,9 @@ class FusedReads:
         order = sorted(range(x.dim() - 1), key=x.stride, reverse=True)
         rows = x.permute(*order, -1)
         plan = read_plan((Term(norm),), (), None, False, x.dtype)
-        made = read(self._kernels(choice), plan, None, (rows,), (weights_of(norm, wide_dtype(x)),))[-1]
+        made = read(
+            self._kernels(choice), plan, None, (rows,), (weights_of(norm, x.new_empty(0, dtype=wide_dtype(x))),)
+        )[-1]
         return made.permute(*(order.index(axis) for axis in range(len(order))), -1)
 
     def write(self, carry: tuple[Tensor, ...], o: Tensor, scales: tuple[float, ...]) -> tuple[Tensor, ...] | None:

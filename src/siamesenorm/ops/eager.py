@@ -49,17 +49,17 @@ def forward(
             if not (term.summed or term.replaces):
                 continue
             here, target = _at_rows(stats[index], piece), _at(kept[index], piece, wide)
-            # A term that is only read goes into the sum as it is made.
-            so_far = None if term.replaces else total
-            made = _measured(term.norm, narrow(_cut(stream, piece), wide), weights[index], here, so_far, target)
+            made = _measured(term.norm, narrow(_cut(stream, piece), wide), weights[index], here, target)
             _store(made, kept[index], piece, target)
-            if term.summed:
-                total = made if total is None or so_far is not None else total + made
+            if term.summed and total is not None:
+                # Into the term's own memory, where it has some that nobody else reads.
+                made = torch.add(total, made, out=None if term.replaces or term.norm.kind == "same" else made)
+            total = made if term.summed else total
         assert total is not None
         _store(total, tapped, piece)
         target = _at(out, piece, wide)
         if plan.norm is not None:
-            total = _measured(plan.norm, total, weights[-1], _at_rows(stats[-1], piece), None, target)
+            total = _measured(plan.norm, total, weights[-1], _at_rows(stats[-1], piece), target)
         _store(total, out, piece, target)
     return (*whole, *(each for pair in stats for each in pair)), (*next_carry, *ends)
 
@@ -130,19 +130,19 @@ def _new_stats(norm: NormPlan, like: Tensor, dtype: torch.dtype) -> Stats:
     return tuple(like.new_empty((len(like), 1), dtype=dtype) for _ in range(_STATS[norm.kind]))
 
 
-def _measured(
-    norm: NormPlan, x: Tensor, weights: Weights, stats: Stats, total: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
-    """As :func:`_applied`, with the statistics of ``x`` written first."""
+def _measured(norm: NormPlan, x: Tensor, weights: Weights, stats: Stats, out: Tensor | None = None) -> Tensor:
+    """As :func:`_applied`, with the statistics of ``x`` written first.
+
+    These are the plain form's own operations: in a wide dtype both give the same bits.
+    """
     if norm.kind == "rms":
-        # The plain form's own operations, so that Pre-Norm gives the same bits.
         torch.mean(x.square(), -1, keepdim=True, out=stats[0]).add_(norm.eps).rsqrt_()
     elif norm.kind == "layer":
         made, mean, inverse = torch.native_layer_norm(x, x.shape[-1:], *weights, norm.eps)
         stats[0].copy_(inverse)
         stats[1].copy_(mean)
-        return made if total is None else made.add_(total)
-    return _applied(norm, x, weights, stats, total, out)
+        return made
+    return _applied(norm, x, weights, stats, None, out)
 
 
 def _applied(

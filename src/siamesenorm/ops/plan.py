@@ -88,16 +88,16 @@ def _norm_plan(of: Norm | Tensor | None) -> NormPlan:
     return NormPlan(of.kind, of.eps) if isinstance(of, Norm) else NormPlan("vector")
 
 
-def weights_of(of: Norm | Tensor | None, dtype: torch.dtype) -> Weights:
-    """What the plan leaves out, under autograd: gradients reach the parameters in the parameters' dtype."""
-    if not isinstance(of, Norm):
-        return None if of is None else widen(of).to(dtype), None
-    weight, bias = of.factor(dtype), None if of.bias is None else of.bias.to(dtype)
-    if of.scale == 1.0:
-        return weight, bias
-    if weight is None:
-        weight = torch.ones(of.size, dtype=dtype)
-    return weight * of.scale, None if bias is None else bias * of.scale
+def weights_of(of: Norm | Tensor | None, like: Tensor) -> Weights:
+    """What the plan leaves out, under autograd: gradients reach the parameters in the parameters' dtype.
+
+    Args:
+        of: a term's, or the host's norm.
+        like: a tensor of the wide dtype, where the weights are.
+    """
+    if isinstance(of, Norm):
+        return of.affine(like)
+    return None if of is None else widen(of).to(like.dtype), None
 
 
 def read_plan(
@@ -114,7 +114,7 @@ def read_plan(
 def is_ours(norm: Norm) -> bool:
     """Whether a norm computes what the package's own of its kind do."""
     kind = type(norm)
-    return kind.wide is Norm.wide and kind._affine in (RMSNorm._affine, LayerNorm._affine)
+    return kind.wide is Norm.wide and kind._normed in (RMSNorm._normed, LayerNorm._normed)
 
 
 def is_watched(module: Norm) -> bool:

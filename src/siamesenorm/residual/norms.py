@@ -84,19 +84,22 @@ class Norm(nn.Module):
         """What kind of norm this is."""
         return NormSpec(self.kind, self.size, self.eps, self.bias is not None, self.weight is not None, self.offset)
 
-    def factor(self, dtype: torch.dtype) -> Tensor | None:
-        """What the normalised input is multiplied by (size,), in ``dtype``."""
-        if self.weight is None:
-            return None
-        weight = narrow(self.weight, dtype)
-        return weight + self.offset if self.offset else weight
+    def affine(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """What a normalised input like ``x`` is multiplied by, and what is added then: (size,) in ``x``'s dtype."""
+        weight = None if self.weight is None else narrow(self.weight, x.dtype)
+        bias = None if self.bias is None else narrow(self.bias, x.dtype)
+        if weight is not None and self.offset:
+            weight = weight + self.offset
+        if self.scale != 1.0:
+            weight = x.new_full((self.size,), self.scale) if weight is None else weight * self.scale
+            bias = None if bias is None else bias * self.scale
+        return weight, bias
 
     def wide(self, x: Tensor) -> Tensor:
         """The norm of ``x`` (…, size) in the wide dtype, for a caller that goes on computing before it rounds."""
-        out = self._affine(widen(x))
-        return out if self.scale == 1.0 else out * self.scale
+        return self._normed(widen(x))
 
-    def _affine(self, x: Tensor) -> Tensor:
+    def _normed(self, x: Tensor) -> Tensor:
         """Statistics, weight and bias, all in ``x``'s dtype."""
         raise NotImplementedError
 
@@ -117,19 +120,16 @@ class RMSNorm(Norm):
 
     kind = "rms"
 
-    def _affine(self, x: Tensor) -> Tensor:
-        if (
-            not torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-            and self.bias is None
-            and x.numel() <= _FEW
-        ):
+    def _normed(self, x: Tensor) -> Tensor:
+        weight, bias = self.affine(x)
+        alone = not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+        if alone and bias is None and x.numel() <= _FEW:
             # The same operations and bits in one call, which is what a token that is decoded costs.
-            return F.rms_norm(x, (self.size,), self.factor(x.dtype), self.eps)
+            return F.rms_norm(x, (self.size,), weight, self.eps)
         out = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-        if (factor := self.factor(x.dtype)) is not None:
-            out = out * factor
-        return out if self.bias is None else out + self.bias.to(x.dtype)
+        if weight is not None:
+            out = out * weight
+        return out if bias is None else out + bias
 
 
 class LayerNorm(Norm):
@@ -137,9 +137,8 @@ class LayerNorm(Norm):
 
     kind = "layer"
 
-    def _affine(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.layer_norm(x, (self.size,), self.factor(x.dtype), bias, self.eps)
+    def _normed(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (self.size,), *self.affine(x), self.eps)
 
 
 _KINDS: dict[str, type[Norm]] = {"rms": RMSNorm, "layer": LayerNorm}
