@@ -88,7 +88,8 @@ def _alike(got, wanted):
     assert type(got) is type(wanted)
     if isinstance(wanted, torch.Tensor):
         assert got.shape == wanted.shape
-        assert got.is_contiguous() == wanted.is_contiguous()
+        # timm's streams have the patches' layout, a fused read's are contiguous.
+        assert got.is_contiguous() or not wanted.is_contiguous()
         assert relative_error(got, wanted) < 1e-12
     elif isinstance(wanted, dict):
         assert got.keys() == wanted.keys()
