@@ -37,7 +37,11 @@ def test_pre_is_timms_model(form):
     assert relative_error(ours.forward_features(x), theirs.forward_features(x)) < 1e-12
     assert relative_error(ours.forward_head(ours.forward_features(x), pre_logits=True),
                           theirs.forward_head(theirs.forward_features(x), pre_logits=True)) < 1e-12  # fmt: skip
-    same(gradients(ours), gradients(theirs), 1e-12)
+    got, wanted = gradients(ours), gradients(theirs)
+    # No softmax sees what is added to every key alike, so what these have for a gradient is rounding.
+    for name in [name for name in wanted[1] if name.endswith("k_norm.bias")]:
+        assert max(found[1].pop(name).abs().max() for found in (got, wanted)) < 1e-10
+    same(got, wanted, 1e-12)
 
 
 def test_pre_is_timms_distilled_model():
