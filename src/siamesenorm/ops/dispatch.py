@@ -90,7 +90,7 @@ def _choose(tensors: tuple[Tensor, ...], norms: tuple[Norm, ...], passed: tuple[
     if _mode == "plain":
         return Choice("plain", "asked for")
     if any(is_watched(norm) for norm in passed):
-        return Choice("plain", "a norm has hooks, which a fused read would pass by")
+        return Choice("plain", "a norm has hooks or is wrapped, which a fused read would pass by")
     if obstacle := _obstacle(tensors, norms):
         return Choice("plain", obstacle)
     if _mode == "triton":
@@ -183,7 +183,8 @@ class FusedReads:
         if inside is None and not norms and own == (None,):
             return None
         tensors = carry if o is None else (*carry, o)
-        checked = tuple(each for each in (*own, inside) if isinstance(each, Norm))
+        # What stands in a norm's place, such as an adapter's copy of one with a switch, is a module too.
+        checked = tuple(each for each in (*own, inside) if isinstance(each, nn.Module))
         choice = _choose(tensors, checked, checked)
         if choice.backend == "plain":
             return None

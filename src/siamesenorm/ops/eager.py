@@ -22,6 +22,7 @@ __all__ = ["backward", "forward"]
 
 # Entries of a piece for each thread. Torch splits an operation from 32,768 entries on.
 _PIECE = 262_144
+_MOST_PIECES_COUNTED = 8
 
 Piece = slice | None
 """Of rows; ``None`` is all of them."""
@@ -251,6 +252,9 @@ def _pieces(x: Tensor) -> Iterator[Piece]:
     """Pieces of the rows of ``x`` (n, d): all of them at once where they are few, or the device is no CPU."""
     rows, width = x.shape
     step = max(_PIECE * torch.get_num_threads() // width, 1)
+    if type(x) is not Tensor:
+        # Where nothing is computed, as when memory is counted, each piece takes as long as the whole.
+        step = max(step, -(-rows // _MOST_PIECES_COUNTED))
     if rows <= step or x.device.type != "cpu":
         if rows:
             yield None

@@ -114,7 +114,7 @@ def read_plan(
 def is_ours(norm: Norm) -> bool:
     """Whether a norm computes what the package's own of its kind do."""
     kind = type(norm)
-    return kind.wide is Norm.wide and kind._normed in (RMSNorm._normed, LayerNorm._normed)
+    return issubclass(kind, Norm) and kind.wide is Norm.wide and kind._normed in (RMSNorm._normed, LayerNorm._normed)
 
 
 def is_watched(module: Norm) -> bool:

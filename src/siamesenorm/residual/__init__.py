@@ -5,9 +5,20 @@ Start with ``scheme.py`` (what a scheme is), then ``siamese.py`` (SiameseNorm as
 
 from . import attnres, hybridnorm, hyper, mgr, mhc, post_variants, pre_variants, resi_dual, siamese, single
 from .errors import ConfigError, nearest, one_line
-from .fusing import Backend, Read, Term, register_backend
+from .fusing import Backend, Read, Term, register_backend, terms_of
 from .norms import LayerNorm, Norm, NormSpec, RMSNorm
-from .run import Step, close_streams, finished, open_streams, set_step, through
+from .run import (
+    Step,
+    Watcher,
+    close_streams,
+    finished,
+    open_by,
+    open_streams,
+    own_parameters,
+    set_step,
+    through,
+    watched,
+)
 from .scheme import (
     Block,
     Carry,
@@ -43,6 +54,7 @@ __all__ = [
     "Streams",
     "Sublayer",
     "Term",
+    "Watcher",
     "attnres",
     "choose",
     "close_streams",
@@ -55,7 +67,9 @@ __all__ = [
     "mhc",
     "nearest",
     "one_line",
+    "open_by",
     "open_streams",
+    "own_parameters",
     "parse_scheme",
     "post_variants",
     "pre_variants",
@@ -67,5 +81,7 @@ __all__ = [
     "siamese",
     "single",
     "stack_sites",
+    "terms_of",
     "through",
+    "watched",
 ]

@@ -80,11 +80,16 @@ class AttentionResiduals(Scheme):
     """
 
     name = "attnres"
+    paper = "attention residuals, arXiv 2603.15031"
     block_size: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         count(self, "block_size", optional=True)
+
+    def stream_name(self, index: int) -> str:
+        """v_0, v_1 and so on."""
+        return f"v{index}"
 
     def open(self, h: Tensor) -> Streams:
         """v_0 = h."""

@@ -60,6 +60,8 @@ class HybridNorm(Scheme):
     """
 
     name = "hybridnorm"
+    paper = "HybridNorm, arXiv 2503.04598"
+    stream_names = ("X",)
     first_block_pre: bool = False
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .errors import ConfigError
 from .mixing import combine, linear
 from .norms import NormSpec, widen
 from .scheme import Carry, Readout, Scheme, Site, Streams, Sublayer, choose, count, register
@@ -102,6 +103,8 @@ class HyperConnections(Scheme):
     """
 
     name = "hyper"
+    paper = "hyper-connections, arXiv 2409.19606"
+    stream_names = ("H",)
     n: int = 4
     dynamic: bool = True
 
@@ -121,6 +124,23 @@ class HyperConnections(Scheme):
     def readout(self, norm: NormSpec) -> Readout:
         """The sum of the streams."""
         return _SumOfStreams()
+
+    def upcycled(self, source: Scheme, *, final_norm: bool = True) -> Scheme:
+        """Of any Pre-Norm model, as which a single stream starts.
+
+        Raises:
+            ConfigError: as :meth:`Scheme.upcycled`; for several streams too, whose sum at the start is not Pre-Norm's
+                stream but n times it, which the eps of the final norm tells apart where the stream is small.
+        """
+        if not source.is_pre_norm():
+            return super().upcycled(source, final_norm=final_norm)
+        if self.n > 1:
+            raise ConfigError(
+                f"scheme '{self.label}' cannot go on from a Pre-Norm model: its readout is the sum of {self.n} equal "
+                "streams, and the eps of the final norm tells that from one of them; take n=1, or mhc, which reads "
+                "their mean"
+            )
+        return self
 
     def decay(self, name: str) -> bool:
         """Not for the static weights."""

@@ -112,6 +112,7 @@ class MultiGateResiduals(Scheme):
     """
 
     name = "mgr"
+    paper = "multi-gate residuals, arXiv 2605.23259"
     n: int = 4
     gates: Gates = "independent"
 

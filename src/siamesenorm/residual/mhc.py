@@ -157,6 +157,8 @@ class ManifoldHyperConnections(Scheme):
     """
 
     name = "mhc"
+    paper = "manifold-constrained hyper-connections, arXiv 2512.24880"
+    stream_names = ("H",)
     n: int = 4
 
     def __post_init__(self) -> None:
@@ -174,6 +176,10 @@ class ManifoldHyperConnections(Scheme):
     def readout(self, norm: NormSpec) -> Readout:
         """The mean of the streams."""
         return _MeanOfStreams()
+
+    def upcycled(self, source: Scheme, *, final_norm: bool = True) -> Scheme:
+        """Of any Pre-Norm model, as which it starts."""
+        return self if source.is_pre_norm() else super().upcycled(source, final_norm=final_norm)
 
     def decay(self, name: str) -> bool:
         """Not for the biases."""

@@ -48,10 +48,12 @@ class Norm(nn.Module):
 
     Attributes:
         scale: a constant on the output, before it is rounded (see :meth:`Scheme.input_scale`).
+        added: whether a scheme brought it to a place where the host has no norm (see :meth:`Scheme.branch_norms`).
     """
 
     kind: NormKind
     scale: float = 1.0
+    added: bool = False
 
     def __init__(
         self,

@@ -49,6 +49,7 @@ class MixLN(PostNorm):
     """
 
     name = "mixln"
+    paper = "Mix-LN, arXiv 2412.13795"
     share: float = 0.25
 
     def __post_init__(self) -> None:
@@ -62,6 +63,10 @@ class MixLN(PostNorm):
         """Whether the block of ``site`` is below ``share`` of the depth."""
         # 0.07 · 100 is a little more than 7 in floating point, which is no part of block 7.
         return site.block < round(self.share * site.blocks, 9)
+
+    def is_pre_norm(self) -> bool:
+        """Without lower blocks."""
+        return self.share == 0
 
     def input_norm(self, site: Site) -> NormPlace:
         """Nowhere in the lower blocks, before the branch in the others."""
@@ -78,6 +83,7 @@ class DeepNorm(PostNorm):
     """DeepNorm: Post-Norm whose skip is scaled up by the depth, and whose branches start smaller."""
 
     name = "deepnorm"
+    paper = "DeepNet, arXiv 2203.00555"
 
     def sublayer(self, site: Site, norm: NormSpec) -> Sublayer:
         """X = N(a·X + F(X))."""
@@ -94,6 +100,7 @@ class Keel(PostNorm):
     """Keel: Post-Norm whose skip is scaled up by the depth, and whose branches read a norm of the stream."""
 
     name = "keel"
+    paper = ""
 
     def input_norm(self, site: Site) -> NormPlace:
         """Before the branch: N2 is the host's own norm."""
@@ -159,6 +166,8 @@ class SpanNorm(PostNorm):
     """SpanNorm: Post-Norm whose second skip spans the whole block."""
 
     name = "spannorm"
+    paper = ""
+    stream_names = ("X", "H0")
 
     def input_norm(self, site: Site) -> NormPlace:
         """Before the very first branch, and nowhere else."""

@@ -62,6 +62,8 @@ class PeriNorm(Scheme):
     """
 
     name = "peri"
+    paper = "Peri-LN, arXiv 2502.02732"
+    stream_names = ("Y",)
     normalized_embedding: bool = True
 
     def __post_init__(self) -> None:
@@ -87,6 +89,11 @@ class ReorderedNorm(PreNorm):
     """OLMo 2's reordered norm: each branch reads the stream as it is, and its output is normalised."""
 
     name = "reordered"
+    paper = "OLMo 2, arXiv 2501.00656"
+
+    def is_pre_norm(self) -> bool:
+        """It is not: the norm stands behind the branch."""
+        return False
 
     def input_norm(self, site: Site) -> NormPlace:
         """After the branch."""
@@ -114,6 +121,7 @@ class LayerNormScaling(PreNorm):
     """Pre-Norm whose norms' outputs shrink with depth, so that the stream's variance grows less."""
 
     name = "lns"
+    paper = "LayerNorm Scaling, arXiv 2502.05795"
 
     def input_scale(self, site: Site) -> float:
         """1/sqrt(l+1) in both sublayers of block l."""

@@ -56,6 +56,8 @@ class ResiDual(Scheme):
     """ResiDual. It has no options."""
 
     name = "resi_dual"
+    paper = "ResiDual, arXiv 2304.14802"
+    stream_names = ("X", "Y")
 
     def open(self, h: Tensor) -> Streams:
         """X = Y = h."""

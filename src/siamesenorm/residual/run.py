@@ -8,7 +8,8 @@ a Python attribute would not. Streams that need no widening have no such marker.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, cast
 
 import torch
@@ -18,7 +19,18 @@ from .fusing import Backend, Read, Term, backend, terms_of
 from .norms import Norm
 from .scheme import Carry, Readout, Scheme, Streams, Sublayer
 
-__all__ = ["Step", "close_streams", "finished", "open_streams", "set_step", "through"]
+__all__ = [
+    "Step",
+    "Watcher",
+    "close_streams",
+    "finished",
+    "open_by",
+    "open_streams",
+    "own_parameters",
+    "set_step",
+    "through",
+    "watched",
+]
 
 
 def finished(streams: Streams) -> Streams:
@@ -53,6 +65,28 @@ class Step(NamedTuple):
     tap: Callable[[Tensor], object] | None = None
 
 
+Runner = Callable[[Iterable[Step], Streams], Streams]
+Watcher = Callable[[tuple[Step, ...], Streams, Runner], Streams]
+"""Runs a block in the place of :func:`through`, which it is given too, and returns the streams that the block does."""
+
+_watcher: Watcher | None = None
+
+
+@contextmanager
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Let ``watcher`` run every block of every model meanwhile, so that it sees, repeats, changes or leaves out steps.
+
+    Compiled code runs as it was compiled. One watcher within another takes its place.
+    """
+    global _watcher
+    before = _watcher
+    _watcher = watcher
+    try:
+        yield
+    finally:
+        _watcher = before
+
+
 class _Unfinished(NamedTuple):
     """Streams whose last write may still be to do."""
 
@@ -74,6 +108,12 @@ def through(steps: Iterable[Step], streams: Streams) -> Streams:
 
     Streams come in and go out finished; between two steps a write may be left to the next read.
     """
+    if torch.compiler.is_compiling() or _watcher is None:
+        return _through(steps, streams)
+    return _watcher(tuple(steps), streams, _through)
+
+
+def _through(steps: Iterable[Step], streams: Streams) -> Streams:
     marker = streams[-1:] if _marked(streams) else ()
     state = _Unfinished(finished(streams))
     for step in steps:
@@ -137,6 +177,28 @@ def set_step(module: nn.Module, scheme: Scheme, step: int) -> None:
                 # A tensor without dimensions, in main memory, multiplies on any device and in any dtype. Compiled code
                 # reads it anew each time, where a Python number would be part of the code.
                 sublayer.gate = torch.tensor(value, dtype=dtype, device="cpu")
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """What a scheme has added to a model, by name: all of reads, writes and readout, and the norms per head."""
+    return {
+        f"{prefix}.{name}" if prefix else name: parameter
+        for prefix, part in module.named_modules()
+        if isinstance(part, Sublayer | Readout) or (isinstance(part, Norm) and part.added)
+        for name, parameter in part.named_parameters()
+    }
+
+
+@torch.no_grad()
+def open_by(module: nn.Module, scheme: Scheme, share: float) -> None:
+    """Open by ``share`` what the scheme starts closed (:meth:`Scheme.opening`).
+
+    The weights themselves are raised, beside what they learn, so a schedule has nothing to restore or to end: after
+    each of the first T steps of an optimiser, open by 1/T.
+    """
+    for name, parameter in module.named_parameters():
+        if amount := scheme.opening(name):
+            parameter.add_(share * amount)
 
 
 def _marked(streams: Streams) -> bool:

@@ -1,14 +1,14 @@
 """What a residual scheme is.
 
 A scheme decides what a branch (attention, MLP) reads from the residual streams, and how the branch's output is written
-back. Everything else in a Transformer is independent of it. Four moments and six declared facts say all of it:
+back. Everything else in a Transformer is independent of it. Four moments and nine declared facts say all of it:
 
     open(h) -> streams                the embedding h (…, d) to the starting streams
     read(streams) -> (u, carry)       what a sublayer's branch reads, and what its write will need
     write(carry, o) -> streams        fold the branch's output o in
     close(streams) -> h               the readout that the final norm sees
 
-    input_norm, input_scale, branch_norms, init_gain, decay, gate
+    input_norm, input_scale, branch_norms, init_gain, decay, gate, opening, is_pre_norm, upcycled
 
 ``read`` and ``write`` belong to one :class:`Sublayer` per sublayer, which owns its norms and scales; ``close`` belongs
 to the :class:`Readout`. A host needs to know no more than this file.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor, nn
@@ -150,12 +150,18 @@ class Readout(nn.Module, ABC):
 class Block(nn.Module):
     """Base of every module whose forward carries finished streams in and out; probes find blocks by it."""
 
+    def parts(self) -> tuple[tuple[nn.Module, ...], ...]:
+        """For each sublayer in order, the modules whose parameters are its own: the residual part, branch and norms."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme(ABC):
     """A residual scheme with its options, which are the dataclass fields.
 
     Attributes:
+        stream_names: what the equations call the streams, in order; there may be more of them.
+        paper: what to cite for the scheme, with its arXiv number; empty where that is not known.
         stream_dtype: ``"float32"`` keeps the streams in float32 in a narrower model (a bfloat16 stream loses an update
             smaller than 1/256 of it); ``None`` keeps them in the dtype of the embedding.
         warmup_steps: T of a progressive residual warm-up (ProRes, arXiv 2603.05369, which takes 1000): at training step
@@ -164,6 +170,8 @@ class Scheme(ABC):
     """
 
     name: ClassVar[str]
+    stream_names: ClassVar[tuple[str, ...]] = ()
+    paper: ClassVar[str] = ""
     stream_dtype: Literal["float32"] | None = None
     warmup_steps: int | None = None
 
@@ -172,6 +180,10 @@ class Scheme(ABC):
         if self.warmup_steps == 0 and not isinstance(self.warmup_steps, bool):
             raise ConfigError(f"option 'warmup_steps' of scheme '{self.name}' cannot be 0: a schedule of no steps")
         count(self, "warmup_steps", optional=True)
+
+    def stream_name(self, index: int) -> str:
+        """What the scheme's equations call the stream of that place in :data:`Streams`."""
+        return self.stream_names[index] if index < len(self.stream_names) else f"s{index}"
 
     @abstractmethod
     def open(self, h: Tensor) -> Streams:
@@ -210,6 +222,38 @@ class Scheme(ABC):
         if self.warmup_steps is None:
             return 1.0
         return min(step / (self.warmup_steps * (site.block + 1)), 1.0)
+
+    def opening(self, name: str) -> float:
+        """What is added in all to the parameter ``name`` where a part that starts closed is opened on a schedule."""
+        return 0.0
+
+    def is_pre_norm(self) -> bool:
+        """Whether a model of this scheme is Pre-Norm: Y = Y + F(c·N(Y)), N the host's norm, c the input scale."""
+        return False
+
+    def upcycled(self, source: Scheme, *, final_norm: bool = True) -> Scheme:
+        """This scheme as a trained model of another one can take it up, computing the same function.
+
+        That is so if what both schemes have of parameters of their own, by name, is kept, all else that is new has its
+        initial values, and the host's own norms make up for a difference in :meth:`input_scale`.
+
+        Args:
+            source: the model's scheme; ``pre`` for a model of a host as it is.
+            final_norm: whether a norm follows the readout in that model.
+
+        Returns:
+            The scheme with the options that this takes.
+
+        Raises:
+            ConfigError: no values of the new parameters make the model compute the same.
+        """
+        alike = replace(source, stream_dtype=self.stream_dtype, warmup_steps=self.warmup_steps) == self
+        if alike or (source.is_pre_norm() and self.is_pre_norm()):
+            return self
+        raise ConfigError(
+            f"a model of scheme '{source.label}' cannot go on as '{self.label}': no values of the new parameters make "
+            "it compute the same function"
+        )
 
     def options(self) -> dict[str, Any]:
         """The options as plain values."""

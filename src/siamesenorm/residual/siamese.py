@@ -28,7 +28,7 @@ The scale c enters X only. The paper's text has 1/sqrt(l+1), l a layer index; it
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import torch
@@ -42,20 +42,20 @@ from .scheme import Carry, NormPlace, Readout, Scheme, Site, Streams, Sublayer, 
 __all__ = ["SiameseNorm"]
 
 Topology = Literal["siamese", "resi_dual", "single"]
+# Each has all terms of those before it.
+_TOPOLOGIES: tuple[Topology, ...] = ("single", "resi_dual", "siamese")
 
 
 class _NormedX(Sublayer):
-    """Reads Nx(X) + Ny(Y); Nx(X) replaces X, but for the starred first block (``replace=False``)."""
+    """Reads Nx(X) + Ny(Y); Nx(X) replaces X, but for the starred first block (``keeps_x``)."""
 
-    def __init__(
-        self, site: Site, norm: NormSpec, topology: Topology, scale: float, x_init: float, *, replace: bool
-    ) -> None:
+    def __init__(self, site: Site, scheme: SiameseNorm, norm: NormSpec, *, keeps_x: bool) -> None:
         super().__init__(site)
-        self.norm_x = norm.build(init=x_init)
-        self.norm_y = norm.build() if topology == "siamese" else None
-        self.topology = topology
-        self.scale = scale
-        self.replace = replace
+        self.norm_x = scheme.norm_x(norm)
+        self.norm_y = scheme.norm_y(norm) if scheme.topology == "siamese" else None
+        self.topology = scheme.topology
+        self.scale = scheme.scale(site)
+        self.replace = not keeps_x
 
     def read(self, streams: Streams) -> tuple[Tensor, Carry]:
         x, *y = streams
@@ -76,13 +76,13 @@ class _NormedX(Sublayer):
 class _ScaledX(Sublayer):
     """Reads c1 ⊙ X + Ny(Y): hybrid-pre's attention, c1 a learnable vector (d,)."""
 
-    def __init__(self, site: Site, norm: NormSpec, topology: Topology, scale: float, x_init: float) -> None:
+    def __init__(self, site: Site, scheme: SiameseNorm, norm: NormSpec) -> None:
         super().__init__(site)
         self.c1 = nn.Parameter(torch.empty(norm.size))
-        self.norm_y = norm.build() if topology == "siamese" else None
-        self.topology = topology
-        self.scale = scale
-        self.x_init = x_init
+        self.norm_y = scheme.norm_y(norm) if scheme.topology == "siamese" else None
+        self.topology = scheme.topology
+        self.scale = scheme.scale(site)
+        self.x_init = scheme.x_init
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -105,6 +105,19 @@ class _ScaledX(Sublayer):
         return _described("c1⊙X", "X", self.topology, self.scale)
 
 
+def _starting(norm: NormSpec, option: str, init: float) -> Norm:
+    """A new norm that multiplies by ``init`` at first, which takes a weight unless it is 1."""
+    if init != 1 and not norm.affine:
+        raise ConfigError(
+            f"option '{option}' of scheme 'siamese' must be 1, not {init:g}: the norms here have no weight"
+        )
+    return norm.build(init=init)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _update(carry: Carry, o: Tensor, scale: float) -> Streams:
     """The update of each stream there is; each is one operation, so it rounds once."""
     x, *y = carry
@@ -124,10 +137,10 @@ def _described(read: str, kept: str, topology: Topology, scale: float) -> dict[s
 
 
 class _Readout(Readout):
-    def __init__(self, norm: NormSpec, topology: Topology, x_init: float) -> None:
+    def __init__(self, scheme: SiameseNorm, norm: NormSpec) -> None:
         super().__init__()
-        self.norm_x = norm.build(init=x_init)
-        self.norm_y = None if topology == "single" else norm.build()
+        self.norm_x = scheme.norm_x(norm)
+        self.norm_y = None if scheme.topology == "single" else scheme.norm_y(norm)
 
     def close(self, streams: Streams) -> Tensor:
         x, *y = streams
@@ -156,16 +169,25 @@ class SiameseNorm(Scheme):
             1/sqrt(i+1) by sublayer i, as the paper's text can be read; ``"none"`` is 1.
         x_init: initial weight of all that X is read through: Nx, Nx_out and c1. At 0 the model starts as Pre-Norm
             whose branch norm is Nin∘Ny.
+        y_init: initial weight of all that Y is read through: Ny and Ny_out. At 0 the model starts as its X alone.
+        y_eps: eps of Ny and Ny_out; ``None`` is that of the host's norms. At 1, and with ``x_init=0``, Nin∘Ny is Nin
+            but for half of Nin's own eps, relatively, whatever the scale of Y: the start of a model that was trained
+            with Pre-Norm (:meth:`upcycled`).
         topology: ``"siamese"``, or one of the ablations: ``"resi_dual"``, whose branches do not read Y, and
-            ``"single"``, which has no Y. Neither can have ``x_init=0``, as X is all that their branches read.
+            ``"single"``, which has no Y and takes none of Y's options. Neither can have ``x_init=0``, as X is all that
+            their branches read.
     """
 
     name = "siamese"
+    paper = "SiameseNorm, arXiv 2602.08064"
+    stream_names = ("X", "Y")
     x: Literal["post", "hybrid"] = "post"
     first_block_pre: bool = False
     normalized_input: bool = True
     depth_scale: Literal["code", "paper", "none"] = "code"
     x_init: float = 1.0
+    y_init: float = 1.0
+    y_eps: float | None = None
     topology: Topology = "siamese"
 
     def __post_init__(self) -> None:
@@ -175,8 +197,13 @@ class SiameseNorm(Scheme):
         choose(self, "normalized_input", True, False)
         choose(self, "depth_scale", "code", "paper", "none")
         choose(self, "topology", "siamese", "resi_dual", "single")
-        if isinstance(self.x_init, bool) or not isinstance(self.x_init, int | float) or not math.isfinite(self.x_init):
-            raise ConfigError(f"option 'x_init' of scheme 'siamese' must be a finite number, not {self.x_init!r}")
+        for option in ("x_init", "y_init"):
+            if not _is_finite(value := getattr(self, option)):
+                raise ConfigError(f"option '{option}' of scheme 'siamese' must be a finite number, not {value!r}")
+        if self.y_eps is not None and not (_is_finite(self.y_eps) and self.y_eps >= 0):
+            raise ConfigError(
+                f"option 'y_eps' of scheme 'siamese' must be a number of at least 0, or none, not {self.y_eps!r}"
+            )
         if self.first_block_pre and self.x != "hybrid":
             raise ConfigError("option 'first_block_pre' of scheme 'siamese' is hybrid-pre*: it needs x='hybrid'")
         if self.topology != "siamese" and self.x_init == 0:
@@ -184,6 +211,12 @@ class SiameseNorm(Scheme):
                 f"option 'x_init' of scheme 'siamese' cannot be 0 with topology='{self.topology}', whose branches read "
                 "nothing but X: leave x_init at 1, or take topology='siamese'"
             )
+        if self.x_init == 0 and self.y_init == 0:
+            raise ConfigError(
+                "options 'x_init' and 'y_init' of scheme 'siamese' cannot both be 0: its branches would read nothing"
+            )
+        if self.topology == "single" and (self.y_init != 1 or self.y_eps is not None):
+            raise ConfigError("options 'y_init' and 'y_eps' of scheme 'siamese' are for Y: topology='single' has none")
 
     def open(self, h: Tensor) -> Streams:
         """X = Y = h, or X alone."""
@@ -217,12 +250,60 @@ class SiameseNorm(Scheme):
             )
         starred = self.first_block_pre and site.first_block
         if self._hybrid_attention(site) and not starred:
-            return _ScaledX(site, norm, self.topology, self.scale(site), self.x_init)
-        return _NormedX(site, norm, self.topology, self.scale(site), self.x_init, replace=not starred)
+            return _ScaledX(site, self, norm)
+        return _NormedX(site, self, norm, keeps_x=starred)
 
     def readout(self, norm: NormSpec) -> Readout:
         """Nx_out(X) + Ny_out(Y), or Nx_out(X) where there is no Y."""
-        return _Readout(norm, self.topology, self.x_init)
+        return _Readout(self, norm)
+
+    def norm_x(self, norm: NormSpec) -> Norm:
+        """A new Nx, like the host's norm."""
+        return _starting(norm, "x_init", self.x_init)
+
+    def norm_y(self, norm: NormSpec) -> Norm:
+        """A new Ny, like the host's norm but for the eps."""
+        return _starting(replace(norm, eps=norm.eps if self.y_eps is None else self.y_eps), "y_init", self.y_init)
+
+    def opening(self, name: str) -> float:
+        """1 - ``x_init`` for all that X is read through, and 1 - ``y_init`` for Y."""
+        if name.endswith(("norm_x.weight", "c1")):
+            return 1.0 - self.x_init
+        return 1.0 - self.y_init if name.endswith("norm_y.weight") else 0.0
+
+    def upcycled(self, source: Scheme, *, final_norm: bool = True) -> Scheme:
+        """Of Pre-Norm, post-pre with Nx at 0 and Ny at weight 1 and eps 1; of a smaller topology, with Ny at 0.
+
+        Raises:
+            ConfigError: as :meth:`Scheme.upcycled`.
+        """
+        if source.is_pre_norm():
+            if why := self._unlike_pre_norm(final_norm):
+                raise ConfigError(f"scheme '{self.label}' cannot go on from a Pre-Norm model: {why}")
+            return replace(self, x_init=0.0, y_init=1.0, y_eps=1.0)
+        if isinstance(source, SiameseNorm) and _TOPOLOGIES.index(source.topology) < _TOPOLOGIES.index(self.topology):
+            own = {name: getattr(self, name) for name in ("topology", "stream_dtype", "warmup_steps")}
+            eps = self.y_eps if source.topology == "single" else source.y_eps
+            grown = replace(source, y_init=0.0, y_eps=eps, **own)
+            if grown == replace(self, x_init=source.x_init, y_init=0.0, y_eps=eps):
+                return grown
+        if isinstance(source, SiameseNorm):
+            # Where the streams started is the model's to say.
+            start = {name: getattr(source, name) for name in ("x_init", "y_init", "y_eps")}
+            return super(SiameseNorm, replace(self, **start)).upcycled(source, final_norm=final_norm)
+        return super().upcycled(source, final_norm=final_norm)
+
+    def _unlike_pre_norm(self, final_norm: bool) -> str | None:
+        """Why no weights make this scheme Pre-Norm, if none do."""
+        if self.x == "hybrid":
+            return "hybrid-pre takes the host's norm out of attention and norms q, k and v instead; take x='post'"
+        if self.topology != "siamese":
+            return f"the branches of topology='{self.topology}' do not read the stream that is never normalised"
+        if not self.normalized_input:
+            return "normalized_input=False takes out the host's norms, whose trained weights the branches need"
+        if not final_norm:
+            return "its readout norms each token, which is Pre-Norm's only before a final norm, and this model has none"
+        return None
 
     def _hybrid_attention(self, site: Site) -> bool:
         return self.x == "hybrid" and site.kind == "attention"

@@ -10,6 +10,7 @@ every scheme keeps the host's names.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -94,6 +95,12 @@ class PreNorm(Scheme):
     """Pre-Norm: the stream is an identity path, each branch reads a norm of it."""
 
     name = "pre"
+    paper = "Wang et al., arXiv 1906.01787; Xiong et al., arXiv 2002.04745"
+    stream_names = ("Y",)
+
+    def is_pre_norm(self) -> bool:
+        """It is."""
+        return True
 
     def open(self, h: Tensor) -> Streams:
         """Y = h."""
@@ -114,6 +121,8 @@ class PostNorm(Scheme):
     """Post-Norm: the stream is normalised after every update."""
 
     name = "post"
+    paper = "Vaswani et al., arXiv 1706.03762"
+    stream_names: ClassVar[tuple[str, ...]] = ("X",)
 
     def open(self, h: Tensor) -> Streams:
         """X = h."""

@@ -32,6 +32,10 @@ class _StackBlock(Block):
                 own.scale = scheme.input_scale(site)
         self.residuals = nn.ModuleList(scheme.sublayer(site, norm) for site in sites)
 
+    def parts(self) -> tuple[tuple[nn.Module, ...], ...]:
+        """As :meth:`Block.parts`."""
+        return tuple(zip(self.residuals, self.branches, self.norms, strict=True))
+
     def forward(self, streams: Streams, arguments: Arguments) -> Streams:
         """Streams in, finished streams out."""
         steps = []
