@@ -239,6 +239,33 @@ def test_adapters_merge(scheme):
     assert relative_error(merged(input_ids=tokens()).logits, tuned) < 1e-5
 
 
+@pytest.mark.parametrize("saved", [["norm_x", "norm_y"], ["attn_residual", "mlp_residual", "readout"]])
+@pytest.mark.parametrize("scheme", SIAMESE)
+def test_what_the_scheme_adds_is_trained_beside_adapters(scheme, saved, tmp_path):
+    before = rewired("llama", scheme)(input_ids=tokens()).logits
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], modules_to_save=saved)
+    adapted = peft.get_peft_model(rewired("llama", scheme), config)
+    torch.testing.assert_close(adapted(input_ids=tokens()).logits, before)
+    adapted.train()(input_ids=tokens(), labels=tokens()).loss.backward()
+    own = {n: p for n, p in adapted.named_parameters() if p.requires_grad and "lora" not in n}
+    names = {n.replace(".modules_to_save.default", "").rsplit(".", 2)[-2] for n in own}
+    # The vector of hybrid-pre is no module, so only what holds it can be named.
+    assert names == {"norm_x", "norm_y"} | ({"attn_residual"} if scheme != "post-pre" and len(saved) == 3 else set())
+    assert all(p.grad.abs().max() > 0 for p in own.values())
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.2)
+    tuned = adapted.eval()(input_ids=tokens()).logits
+    with adapted.disable_adapter():
+        torch.testing.assert_close(adapted(input_ids=tokens()).logits, before)
+    adapted.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(rewired("llama", scheme), tmp_path)
+    torch.testing.assert_close(again.eval()(input_ids=tokens()).logits, tuned)
+    merged = adapted.merge_and_unload()
+    assert relative_error(merged(input_ids=tokens()).logits, tuned) < 1e-5
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_adapters_under_activation_checkpointing(reentrant):
     model = rewired("llama", "hybrid-pre")

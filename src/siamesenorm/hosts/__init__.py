@@ -12,7 +12,17 @@ from .families import AttentionRoles, Branch, Host, get_host, hosts, register_ho
 
 if TYPE_CHECKING:
     from .configs import scheme_from_dict, scheme_of
-    from .surgery import blocks, build, model_config, rewire, site_table
+    from .surgery import (
+        blocks,
+        build,
+        ends_in_norm,
+        exchange,
+        input_norms,
+        model_config,
+        rewire,
+        scheme_in,
+        site_table,
+    )
 
 __all__ = [
     "AttentionRoles",
@@ -20,12 +30,16 @@ __all__ = [
     "Host",
     "blocks",
     "build",
+    "ends_in_norm",
+    "exchange",
     "get_host",
     "hosts",
+    "input_norms",
     "model_config",
     "register_host",
     "rewire",
     "scheme_from_dict",
+    "scheme_in",
     "scheme_of",
     "site_table",
 ]
@@ -34,5 +48,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    home = "configs" if name.startswith("scheme_") else "surgery"
+    home = "configs" if name in ("scheme_from_dict", "scheme_of") else "surgery"
     return getattr(importlib.import_module(f"{__name__}.{home}"), name)

@@ -16,6 +16,7 @@ from ..residual import (
     ConfigError,
     LayerNorm,
     Norm,
+    NormSpec,
     Readout,
     RMSNorm,
     Scheme,
@@ -27,7 +28,7 @@ from ..residual import (
 from ..residual.scheme import NormPlace, Streams
 from .families import Branch
 
-__all__ = ["FinalLayerNorm", "FinalRMSNorm", "ReadoutNorm", "ResidualBlock", "Tap"]
+__all__ = ["FinalLayerNorm", "FinalRMSNorm", "HostBlock", "ReadoutNorm", "ResidualBlock", "Tap"]
 
 _CACHES = ("cache", "past_key_values", "layer_past")
 
@@ -45,12 +46,14 @@ class Placed:
     """A sublayer of a block: the name of its read and write, its branches, and where their host norms go.
 
     Attributes:
+        norm: what the host's norm is, or was where the scheme removed it.
         norms_before: the names of the host norms before the branches, of which two branches may share one.
     """
 
     residual: str
     branches: tuple[Branch, ...]
     place: NormPlace
+    norm: NormSpec
     norms_before: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,14 +66,30 @@ class Placed:
         return Step(getattr(block, self.residual), branch, norms, tap)
 
 
-class ResidualBlock(Block):
+class HostBlock(Block):
+    """A host's block whose sublayers are joined by a scheme."""
+
+    sublayers: tuple[Placed, ...]
+
+    def parts(self) -> tuple[tuple[nn.Module, ...], ...]:
+        """As :meth:`Block.parts`; what a host shares between sublayers, such as adaLN, is no sublayer's own."""
+        return tuple(
+            (
+                self.get_submodule(placed.residual),
+                *(self.get_submodule(branch.module) for branch in placed.branches),
+                *(self.get_submodule(branch.norm) for branch in placed.branches if placed.place != "none"),
+            )
+            for placed in self.sublayers
+        )
+
+
+class ResidualBlock(HostBlock):
     """A host's block whose sublayers are joined by a scheme.
 
     It is given one tensor (the embedding, in the first block) or finished streams, and returns finished streams.
     """
 
     scheme: Scheme
-    sublayers: tuple[Placed, ...]
     tap: Tap
     positional: ClassVar[tuple[str, ...]]
     gradient_checkpointing: bool

@@ -24,7 +24,7 @@ from .block import ReadoutNorm, ResidualBlock, Tap
 from .configs import residual_config
 from .families import all_hosts, host_of
 
-__all__ = ["ResidualModel", "residual_class", "swap_class"]
+__all__ = ["ResidualModel", "forget_recording", "residual_class", "swap_class"]
 
 
 class ResidualModel(PreTrainedModel):
@@ -105,11 +105,11 @@ def swap_class(module: nn.Module) -> None:
     module.__class__ = residual_class(cls)
     if isinstance(module, PreTrainedModel):
         _CAN_RECORD_REGISTRY[module] = type(module)._can_record_outputs
-        _forget_recording(module)
+        forget_recording(module)
         module._no_split_modules = _with_ours(module._no_split_modules)
 
 
-def _forget_recording(model: Any) -> None:
+def forget_recording(model: Any) -> None:
     """Remove the hooks that a model has once it recorded hidden states; it gets new ones when it is asked again."""
     model._output_capturing_hooks_installed = False
     for module in model.modules():

@@ -19,6 +19,7 @@ from diffusers.configuration_utils import ConfigMixin, FrozenDict, register_to_c
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.embeddings import (
     CombinedTimestepLabelEmbeddings,
+    LabelEmbedding,
     PatchEmbed,
     Timesteps,
     get_2d_sincos_pos_embed,
@@ -35,10 +36,19 @@ from torch.nn import functional as F
 
 from ..residual import ConfigError, Norm, Readout, Scheme, Sublayer, make_scheme, nearest, open_streams
 from .configs import scheme_of, scheme_to_dict
-from .dit_block import DiTBlock, check_scheme, init_by_scheme, install
+from .dit_block import HOST, DiTBlock, check_scheme, init_by_scheme, install
 from .surgery import warn_of_removed
 
-__all__ = ["DiT", "ResidualDiT", "ResidualDiTTransformer2DModel", "build", "model_config", "rewire"]
+__all__ = [
+    "HOST",
+    "DiT",
+    "ResidualDiT",
+    "ResidualDiTTransformer2DModel",
+    "build",
+    "exchange",
+    "model_config",
+    "rewire",
+]
 
 # diffusers' own class refuses a config of another ``norm_type`` than its own, so it cannot load a rewired model as a
 # Pre-Norm one.
@@ -56,7 +66,10 @@ class ResidualDiT(DiTTransformer2DModel):
         scheme: how the blocks are joined.
         num_classes: number of classes, the null class not counted.
         null_class: the label of no class, for classifier-free guidance; ``None`` where the model has none.
+        shardable: whether each block, and then what is left, can be given to FSDP.
     """
+
+    shardable = True
 
     scheme: Scheme
     num_classes: int
@@ -86,6 +99,12 @@ class ResidualDiT(DiTTransformer2DModel):
         """Set keys of the config, none of which is a default any longer."""
         defaults = [key for key in self.config.get("_use_default_values", ()) if key not in values]
         self.register_to_config(_use_default_values=defaults, **values)
+
+    def keep_labels(self) -> None:
+        """Drop no label in training, which is then for a training loop to do, once for all blocks."""
+        for module in self.modules():
+            if isinstance(module, LabelEmbedding):
+                module.dropout_prob = 0.0
 
     def forward(
         self,
@@ -211,6 +230,8 @@ class ResidualDiTTransformer2DModel(ResidualDiT):
     ``pipeline.register_modules(transformer=model)``.
     """
 
+    shardable = False
+
     def __init__(self, *, residual_scheme: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(**{**kwargs, "norm_type": _HOST_NORM_TYPE})
         self.register_to_config(residual_scheme=residual_scheme)
@@ -309,7 +330,7 @@ class DiT(ResidualDiT):
         self.pos_embed.register_buffer("pos_embed", self.pos_embed.pos_embed, persistent=True)
         self.emb = CombinedTimestepLabelEmbeddings(num_embeds_ada_norm, self.inner_dim, class_dropout_prob)
         self.emb.time_proj = Timesteps(_WIDTH_OF_SINUSOID, flip_sin_to_cos=True, downscale_freq_shift=timestep_shift)
-        self.emb.class_embedder.dropout_prob = 0.0
+        self.keep_labels()
         self.transformer_blocks = nn.ModuleList(self._block() for _ in range(num_layers))
         self.norm_out = nn.LayerNorm(self.inner_dim, elementwise_affine=False, eps=1e-6)
         self.proj_out_1 = nn.Linear(self.inner_dim, 2 * self.inner_dim)
@@ -404,6 +425,12 @@ def rewire(model: Any, scheme: Scheme, *, init: bool = False) -> Any:
         init_by_scheme(model, scheme)
     warn_of_removed(scheme, removed)
     return model
+
+
+def exchange(model: Any, scheme: Scheme) -> None:
+    """What :func:`siamesenorm.hosts.exchange` does for a DiT, but for keeping values."""
+    check_scheme(scheme, len(model.transformer_blocks))
+    model.join(scheme, model.config.get("drop_path_rate", 0.0))
 
 
 def build(config: Mapping[str, Any], scheme: Scheme) -> DiT:

@@ -19,23 +19,22 @@ from diffusers.models.attention import BasicTransformerBlock
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..residual import Block, ConfigError, Norm, NormSpec, Scheme, Site, Streams, stack_sites, through
-from .block import Placed
+from ..residual import ConfigError, Norm, NormSpec, Scheme, Site, Streams, stack_sites, through
+from .block import HostBlock, Placed
 from .families import get_host
 from .norms import HostNorms
 from .surgery import apply_gains, grow_drop_path, install_block, install_readout
 
-__all__ = ["DiTBlock", "check_scheme", "init_by_scheme", "install"]
+__all__ = ["HOST", "DiTBlock", "check_scheme", "init_by_scheme", "install"]
 
-_HOST = get_host("dit")
-_KINDS = tuple(branch.kind for branch in _HOST.branches)
+HOST = get_host("dit")
+_KINDS = tuple(branch.kind for branch in HOST.branches)
 _HEAD_NORMS = {"q": "norm_q", "k": "norm_k", "v": "norm_v"}
 
 
-class DiTBlock(Block, BasicTransformerBlock):
+class DiTBlock(HostBlock, BasicTransformerBlock):
     """diffusers' block under a scheme."""
 
-    sublayers: tuple[Placed, ...]
     norm1: Any
     attn1: Any
     ff: Any
@@ -115,13 +114,13 @@ class _DiTNorms(HostNorms):
         """As for all hosts, under diffusers' names; the attention keeps its class and gets another processor."""
         spec = self.for_scheme(norm).resized(attention.inner_dim // attention.heads)
         for role in roles:
-            setattr(attention, _HEAD_NORMS[role], self.like(spec.build(), norm, attention))
+            setattr(attention, _HEAD_NORMS[role], self.added(spec, norm, attention))
         if roles:
             attention.set_processor(HeadNormedProcessor())
         return False
 
 
-_NORMS = _DiTNorms(_HOST)
+_NORMS = _DiTNorms(HOST)
 
 
 def check_scheme(scheme: Scheme, blocks: int) -> None:
@@ -144,9 +143,9 @@ def install(model: Any, scheme: Scheme, drop_path_rate: float = 0.0) -> list[str
     """
     blocks, removed = model.transformer_blocks, []
     for index, block in enumerate(blocks):
-        sublayers = tuple(((branch,), site) for branch, site in zip(_HOST.branches, _sites(model, index), strict=True))
+        sublayers = tuple(((branch,), site) for branch, site in zip(HOST.branches, _sites(model, index), strict=True))
         names = install_block(block, scheme, _NORMS, sublayers, _as_ours)
-        removed += [f"{_HOST.blocks}.{index}.{name}" for name in names]
+        removed += [f"{HOST.blocks}.{index}.{name}" for name in names]
     grow_drop_path(blocks, drop_path_rate)
     model.norm_out = install_readout(model.norm_out, scheme, _NORMS, model)
     return removed
@@ -155,7 +154,7 @@ def install(model: Any, scheme: Scheme, drop_path_rate: float = 0.0) -> list[str
 def init_by_scheme(model: Any, scheme: Scheme) -> None:
     """Multiply a new model's weights by the scheme's own gains."""
     for index, block in enumerate(model.transformer_blocks):
-        apply_gains(_HOST, scheme, block, _sites(model, index))
+        apply_gains(HOST, scheme, block, _sites(model, index))
 
 
 def _sites(model: Any, block: int) -> tuple[Site, ...]:

@@ -352,7 +352,7 @@ def host_of(config: Any) -> Host:
 def home_of(model: Any) -> ModuleType | None:
     """The module of this package that rewires ``model`` where it is another library's than transformers, or None.
 
-    It has a function ``rewire(model, scheme, *, init)``.
+    It has functions ``rewire(model, scheme, *, init)`` and ``exchange(model, scheme)``, and its table as ``HOST``.
     """
     for cls in type(model).__mro__:
         if (home := _HOMES.get(f"{cls.__module__}.{cls.__qualname__}")) is not None:

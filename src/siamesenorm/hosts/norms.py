@@ -60,6 +60,7 @@ class HostNorms:
             theirs = getattr(norm, name, None)
             if theirs is not None and getattr(made, name) is not None:
                 setattr(made, name, theirs)
+        made.added = getattr(norm, "added", False)
         return made
 
     def for_scheme(self, norm: Norm) -> NormSpec:
@@ -83,9 +84,15 @@ class HostNorms:
                 spec = self.for_scheme(norm).resized(getattr(attention, self.host.attention.head_dim))
                 if self.affine_heads:
                     spec = replace(spec, affine=True, bias=self.override.get("bias", spec.bias))
-                setattr(attention, name, self.like(spec.build(), norm, attention))
+                setattr(attention, name, self.added(spec, norm, attention))
                 added = True
         return added
+
+    def added(self, spec: NormSpec, *references: nn.Module) -> Norm:
+        """A new norm where the host has none, as :meth:`like` the references."""
+        made = self.like(spec.build(), *references)
+        made.added = True
+        return made
 
     def like(self, module: M, *references: nn.Module) -> M:
         """``module`` in the mode of the first reference, in dtype and place like the first that has parameters."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..hub.autoload import register_models
@@ -27,8 +28,9 @@ from ..residual import (
     one_line,
     stack_sites,
 )
+from .attention import HeadNormedAttention
 from .block import FinalLayerNorm, FinalRMSNorm, Placed, ResidualBlock, Tap
-from .classes import ResidualModel, residual_class, swap_class
+from .classes import ResidualModel, forget_recording, residual_class, swap_class
 from .configs import scheme_of, scheme_to_dict
 from .families import Branch, Host, find_host, get_host, home_named, home_of, host_of
 from .norms import HostNorms
@@ -38,12 +40,16 @@ __all__ = [
     "blocks",
     "build",
     "check_sites",
+    "ends_in_norm",
+    "exchange",
     "grow_drop_path",
+    "input_norms",
     "install",
     "install_block",
     "install_readout",
     "model_config",
     "rewire",
+    "scheme_in",
     "site_table",
     "warn_of_removed",
 ]
@@ -81,19 +87,85 @@ def rewire(model: Any, scheme: str | Scheme = "siamese", *, init: bool = False, 
         return home.rewire(model, make_scheme(scheme, **options), init=init)
     host = find_host(model)
     made = make_scheme(scheme, **options)
-    check_sites(made, stack_sites(model.config.num_hidden_layers, host.kinds(model.config)))
+    _check_scheme(made, model.config, host)
     _check_parts(host, model)
-    # A rewired model has a config of its own: the one it was made with may belong to other models too.
-    old = model.config
-    config = _rewired_config(old, made)
-    for module in model.modules():
-        if getattr(module, "config", None) is old:
-            module.config = config
+    _give_config(model, _rewired_config(model.config, made))
     # How a loaded checkpoint's weights were regrouped belongs to the host's format; this model has one of its own.
     vars(model).pop("_weight_conversions", None)
     swap_class(model)
     warn_of_removed(made, install(model, init=init))
     return model
+
+
+def exchange(model: Any, scheme: Scheme) -> None:
+    """Put another scheme into a rewired model, in place.
+
+    Parameters that both schemes have by the same name and in the same shape are kept, the host's among them; the others
+    of the old scheme go, and those of the new one have its initial values.
+
+    Args:
+        model: rewired by a scheme that removed no norm of the host's which the new one has a place for.
+        scheme: the new one.
+
+    Raises:
+        ConfigError: the scheme cannot be had in such a model.
+    """
+    before = dict(model.named_parameters(remove_duplicate=False))
+    if (home := home_of(model)) is not None:
+        home.exchange(model, scheme)
+    else:
+        host = host_of(model.config)
+        _check_scheme(scheme, model.config, host)
+        config = copy.deepcopy(model.config)
+        config.residual_scheme = scheme_to_dict(scheme)
+        _give_config(model, config)
+        _join(model, host)
+        forget_recording(model)
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        kept = before.get(name)
+        if kept is not None and kept is not parameter and kept.shape == parameter.shape:
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, kept)
+
+
+def scheme_in(model: Any) -> Scheme:
+    """The scheme of a model; ``pre`` for one of a host as it is.
+
+    Raises:
+        ConfigError: no model that can be rewired.
+    """
+    holder = getattr(model, "config", model)
+    if getattr(holder, "residual_scheme", None) is not None:
+        return scheme_of(holder)
+    if home_of(model) is None:
+        find_host(model)
+    return make_scheme("pre")
+
+
+def input_norms(model: Any) -> list[tuple[Site, NormSpec]]:
+    """The norms that a host has before its branches, or what a model's scheme has left of them, and where."""
+    if (home := home_of(model)) is not None:
+        host, base = home.HOST, model
+    else:
+        host = host_of(model.config) if isinstance(model, ResidualModel) else find_host(model)
+        base = getattr(model, model.base_model_prefix, model)
+    # Those of other libraries have no branches in parallel, and so do not ask their config.
+    config = getattr(model, "config", None)
+    sublayers, kinds = host.sublayers(config), host.kinds(config)
+    norms, stack = HostNorms(host), getattr(base, host.blocks)
+    sites = iter(stack_sites(len(stack), kinds))
+    return [
+        (site, norms.spec(norm))
+        for block in stack
+        for branches, site in zip(sublayers, sites, strict=False)
+        for path in dict.fromkeys(branch.norm for branch in branches)
+        if (norm := _attribute(block, path)) is not None
+    ]
+
+
+def ends_in_norm(model: Any) -> bool:
+    """Whether a norm follows a model's readout; some models of timm have theirs behind the pooling."""
+    return not isinstance(getattr(model, "norm", None), nn.Identity)
 
 
 def build(
@@ -154,7 +226,7 @@ def model_config(
         _check_values(result, config)
     except (TypeError, ValueError, ArithmeticError, StrictDataclassError) as error:
         raise ConfigError(f"this is no valid {family.prefix} config: {one_line(error)}") from error
-    check_sites(made, stack_sites(result.num_hidden_layers, family.kinds(result)))
+    _check_scheme(made, result, family)
     return result
 
 
@@ -210,6 +282,13 @@ def install(model: Any, *, init: bool = True) -> list[str]:
         return []
     if base is not model:
         swap_class(base)
+    return _join(model, host, init=init)
+
+
+def _join(model: Any, host: Host, *, init: bool = False) -> list[str]:
+    """Join the blocks of a model, rewired before or not, by the scheme in its config; as :func:`install`."""
+    base = getattr(model, model.base_model_prefix, model)
+    stack = getattr(base, host.blocks)
     scheme = scheme_of(model.config)
     norms = HostNorms(host, model.config.residual_norm)
     sublayers = host.sublayers(model.config)
@@ -217,7 +296,7 @@ def install(model: Any, *, init: bool = True) -> list[str]:
     dropped = []
     for index, block in enumerate(stack):
         here = sites[index * len(sublayers) : (index + 1) * len(sublayers)]
-        removed = install_block(block, scheme, norms, tuple(zip(sublayers, here, strict=True)), swap_class)
+        removed = install_block(block, scheme, norms, tuple(zip(sublayers, here, strict=True)), _swap_once)
         block.tap = Tap().train(block.training)
         dropped += [f"{host.blocks}.{index}.{name}" for name in removed]
         if init:
@@ -225,6 +304,11 @@ def install(model: Any, *, init: bool = True) -> list[str]:
     grow_drop_path(stack, _drop_path_rate(model.config))
     setattr(base, host.final_norm, install_readout(getattr(base, host.final_norm), scheme, norms, base))
     return dropped
+
+
+def _swap_once(module: nn.Module) -> None:
+    if not isinstance(module, ResidualBlock | HeadNormedAttention):
+        swap_class(module)
 
 
 def grow_drop_path(stack: Sequence[Any], rate: float) -> None:
@@ -255,12 +339,16 @@ def install_block(
     """
     swap(block)
     block.scheme = scheme
-    placed, removed = [], []
-    for branches, site in sublayers:
+    before, placed, removed = getattr(block, "sublayers", ()), [], []
+    for index, (branches, site) in enumerate(sublayers):
         place = scheme.input_norm(site)
         for path in dict.fromkeys(branch.norm for branch in branches):
             parent, _, name = path.rpartition(".")
             owner = block.get_submodule(parent)
+            if before and place == "none" and not hasattr(owner, name):
+                # The scheme before this one had no place for it either.
+                norm = norms.like(before[index].norm.build(), block)
+                continue
             norm = norms.ours(getattr(owner, name))
             if place != "none":
                 norm.scale = scheme.input_scale(site)
@@ -270,7 +358,7 @@ def install_block(
             delattr(owner, name)
         residual = _RESIDUALS[site.kind]
         setattr(block, residual, norms.like(scheme.sublayer(site, norms.for_scheme(norm)), norm, block))
-        placed.append(Placed(residual, branches, place))
+        placed.append(Placed(residual, branches, place, norm.spec))
         for branch in branches:
             if branch.kind == "attention":
                 attention = getattr(block, branch.module)
@@ -324,9 +412,24 @@ def _drop_path_rate(config: Any) -> float:
     return rate
 
 
-def check_sites(scheme: Scheme, sites: Iterable[Site]) -> None:
-    """Let a scheme refuse a host before anything is changed."""
-    spec = NormSpec("rms", 1)
+def _give_config(model: Any, config: Any) -> None:
+    """Replace a model's config, which may belong to other models too, wherever it has it."""
+    old = model.config
+    for module in model.modules():
+        if getattr(module, "config", None) is old:
+            module.config = config
+
+
+def _check_scheme(scheme: Scheme, config: Any, host: Host) -> None:
+    """Let a scheme refuse models of a config; as :func:`check_sites`."""
+    override = getattr(config, "residual_norm", None)
+    affine = override.get("affine", True) if isinstance(override, Mapping) else True
+    check_sites(scheme, stack_sites(config.num_hidden_layers, host.kinds(config)), affine=bool(affine))
+
+
+def check_sites(scheme: Scheme, sites: Iterable[Site], *, affine: bool = True) -> None:
+    """Let a scheme refuse a host before anything is changed; ``affine`` says whether its own norms learn a weight."""
+    spec = NormSpec("rms", 1, affine=affine)
     with torch.device("meta"):
         for site in sites:
             scheme.sublayer(site, spec)

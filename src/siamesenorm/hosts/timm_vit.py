@@ -42,7 +42,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..residual import (
-    Block,
     ConfigError,
     Readout,
     Scheme,
@@ -53,15 +52,24 @@ from ..residual import (
     through,
 )
 from ..residual.scheme import Streams
-from .block import Placed, ReadoutNorm
+from .block import HostBlock, Placed, ReadoutNorm
 from .configs import scheme_of, scheme_to_dict
 from .families import AttentionRoles, Branch, Host
 from .norms import HostNorms
 from .surgery import apply_gains, check_sites, install_block, install_readout, warn_of_removed
 
-__all__ = ["BareReadout", "HeadNormedViTAttention", "ResidualViT", "ResidualViTBlock", "residual_class", "rewire"]
+__all__ = [
+    "HOST",
+    "BareReadout",
+    "HeadNormedViTAttention",
+    "ResidualViT",
+    "ResidualViTBlock",
+    "exchange",
+    "residual_class",
+    "rewire",
+]
 
-_HOST = Host(
+HOST = Host(
     name="timm_vit",
     modeling="timm.models.vision_transformer",
     prefix="VisionTransformer",
@@ -70,7 +78,7 @@ _HOST = Host(
     mlp_weights=("mlp.fc1", "mlp.fc1_g", "mlp.fc1_x", "mlp.fc2"),
     blocks="blocks",
 )
-_KINDS = tuple(branch.kind for branch in _HOST.branches)
+_KINDS = tuple(branch.kind for branch in HOST.branches)
 _LAYER_SCALES = {"attention": "ls1", "mlp": "ls2"}
 _DROP_PATHS = {"attention": "drop_path1", "mlp": "drop_path2"}
 # Exactly these: what derives from them may do more, such as an activation.
@@ -78,11 +86,15 @@ _NORMS = (TimmLayerNorm, LayerNormFp32, nn.LayerNorm, TimmRmsNorm, RmsNormFp32)
 _THROUGH_THE_BLOCKS = ("forward_features", "forward_intermediates")
 
 
-class ResidualViTBlock(Block, TimmBlock):
+class ResidualViTBlock(HostBlock, TimmBlock):
     """timm's ``Block`` whose two sublayers are joined by a scheme."""
 
     scheme: Scheme
-    sublayers: tuple[Placed, ...]
+
+    def parts(self) -> tuple[tuple[nn.Module, ...], ...]:
+        """As :meth:`Block.parts`."""
+        scales = (getattr(self, _LAYER_SCALES[placed.branches[0].kind]) for placed in self.sublayers)
+        return tuple((*own, scale) for own, scale in zip(super().parts(), scales, strict=True))
 
     def forward(
         self,
@@ -327,6 +339,16 @@ def rewire(model: Any, scheme: Scheme, *, init: bool = False) -> Any:
     return model
 
 
+def exchange(model: Any, scheme: Scheme) -> None:
+    """What :func:`siamesenorm.hosts.exchange` does for a rewired one, but for keeping values."""
+    check_sites(scheme, stack_sites(len(model.blocks), _KINDS))
+    rates = [[getattr(block, placed.residual).drop_path for placed in block.sublayers] for block in model.blocks]
+    _install(model, scheme, init=False)
+    for block, of_block in zip(model.blocks, rates, strict=True):
+        for placed, rate in zip(block.sublayers, of_block, strict=True):
+            getattr(block, placed.residual).drop_path = rate
+
+
 def _empty(host_class: Any) -> Any:
     made_class: Any = residual_class(host_class)
     return made_class.__new__(made_class)
@@ -348,7 +370,7 @@ def _check(model: Any, scheme: Scheme) -> None:
         raise ConfigError(f"cannot rewire a {type(model).__name__} without blocks")
     sites = stack_sites(len(model.blocks), _KINDS)
     check_sites(scheme, sites)
-    for site, branch in zip(sites, itertools.cycle(_HOST.branches)):
+    for site, branch in zip(sites, itertools.cycle(HOST.branches)):
         block = model.blocks[site.block]
         where = f"cannot rewire this {type(model).__name__}: its block {site.block}"
         if type(block) is not TimmBlock:
@@ -375,25 +397,26 @@ def _check_norm(norm: nn.Module, where: str) -> None:
     if type(norm) not in _NORMS:
         known = ", ".join(dict.fromkeys(cls.__name__ for cls in _NORMS))
         raise ConfigError(f"{where} has a norm of unknown kind, {type(norm).__name__}; known are {known}")
-    HostNorms(_HOST).spec(norm)
+    HostNorms(HOST).spec(norm)
 
 
 def _install(model: Any, scheme: Scheme, *, init: bool) -> list[str]:
     """Rewire a model that was checked; the names of trained norms that were removed."""
-    norms = HostNorms(_HOST)
+    norms = HostNorms(HOST)
     sites = stack_sites(len(model.blocks), _KINDS)
-    some_norm = model.blocks[0].norm1
     removed = []
     for index, block in enumerate(model.blocks):
         here = sites[index * len(_KINDS) : (index + 1) * len(_KINDS)]
-        sublayers = tuple(((branch,), site) for branch, site in zip(_HOST.branches, here, strict=True))
+        sublayers = tuple(((branch,), site) for branch, site in zip(HOST.branches, here, strict=True))
         removed += [f"blocks.{index}.{name}" for name in install_block(block, scheme, norms, sublayers, _swap_class)]
         for placed, site in zip(block.sublayers, here, strict=True):
             path = getattr(block, _DROP_PATHS[site.kind])
             getattr(block, placed.residual).drop_path = getattr(path, "drop_prob", 0.0)
             setattr(block, _DROP_PATHS[site.kind], nn.Identity().train(path.training))
     if isinstance(model.norm, nn.Identity):
-        model.norm = _bare(norms.like(scheme.readout(norms.for_scheme(norms.ours(some_norm))), some_norm, model))
+        first = model.blocks[0]
+        spec = norms.for_scheme(first.sublayers[0].norm.build())
+        model.norm = _bare(norms.like(scheme.readout(spec), first, model))
     else:
         model.norm = install_readout(model.norm, scheme, norms, model)
     model.residual_scheme = scheme_to_dict(scheme)
@@ -404,7 +427,7 @@ def _install(model: Any, scheme: Scheme, *, init: bool) -> list[str]:
 
 def _apply_gains(model: Any, scheme: Scheme) -> None:
     for block in model.blocks:
-        apply_gains(_HOST, scheme, block, [getattr(block, placed.residual).site for placed in block.sublayers])
+        apply_gains(HOST, scheme, block, [getattr(block, placed.residual).site for placed in block.sublayers])
 
 
 def _swap_class(module: nn.Module) -> None:
