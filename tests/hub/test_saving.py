@@ -74,6 +74,8 @@ def test_the_config_says_what_it_is(tmp_path):
         "normalized_input": True,
         "depth_scale": "code",
         "x_init": 1.0,
+        "y_init": 1.0,
+        "y_eps": None,
         "topology": "siamese",
     }
     assert not any(path.suffix in (".bin", ".pt", ".pth") for path in tmp_path.iterdir())

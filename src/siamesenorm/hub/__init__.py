@@ -6,9 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .loading import auto_class, load
+    from .loading import auto_class, fetch, load, read_config
 
-__all__ = ["auto_class", "load"]
+__all__ = ["auto_class", "fetch", "load", "read_config"]
 
 
 def __getattr__(name: str) -> Any:
