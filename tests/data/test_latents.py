@@ -1,17 +1,21 @@
 """Latents of images: what is stored, what is read, going on after a sudden end, and what is refused."""
 
+import dataclasses
 import errno
+import hashlib
 import json
 import os
 import pickle
 import random
 import shutil
 import signal
+import struct
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 
 from siamesenorm.cli import main
@@ -268,6 +272,37 @@ def test_grey_images(run, source, models):
     )
 
 
+def test_shards_that_are_not_what_the_folder_says(run, tmp_path):
+    """Its fingerprints may all be right: whoever made it up has made them, too."""
+    folder = run().arrays.folder
+    kept = content(folder)
+    path, meta = folder / "train-00000.safetensors", folder / latents.META
+
+    def forge(tensors=None, **facts):
+        for name, each in kept.items():
+            (folder / name).write_bytes(each)
+        written = json.loads(meta.read_text())
+        shard = written["train"]["shards"][0]
+        if tensors is not None:
+            path.write_bytes(tensors)
+            shard |= {"bytes": len(tensors), "sha256": hashlib.sha256(tensors).hexdigest()}
+        _, encoded, shards, others = latents.read_meta(folder)
+        encoded = dataclasses.replace(encoded, **facts)
+        shards["train"] = (latents.Shard(**shard), *shards["train"][1:])
+        latents.write_meta(folder, encoded, shards, others)
+        return folder
+
+    good = safetensors.numpy.load(kept[path.name])
+    other = {**good, "labels": good["labels"][:1]}
+    refused("train-00000.safetensors are", latents.prepare, forge(safetensors.numpy.save(other)))
+    without = {name: each for name, each in good.items() if name != "logvar"}
+    refused("train-00000.safetensors are", latents.prepare, forge(safetensors.numpy.save(without)))
+    refused("are {", latents.prepare, forge(latent_shape=(3, 1 << 20, 1 << 20)))
+    lying = struct.pack("<Q", 1 << 62) + kept[path.name][8:]
+    refused("no whole safetensors file", latents.prepare, forge(lying))
+    latents.prepare(forge())
+
+
 # Going on
 
 
@@ -385,23 +420,31 @@ def test_a_kill_at_any_moment_loses_nothing_that_was_finished(run, tmp_path):
     rng = random.Random(0)
     resumed = 0
     for number in range(5):
-        out = f"killed{number}"
-        for _ in range(8):
+        folder = tmp_path / f"killed{number}"
+        for attempt in range(8):
+            there = len(list(folder.glob("train-*")))
             child = os.fork()
             if not child:
                 # Nothing of pytest's runs in the child.
                 try:
-                    run(out=out, shard_size=3)
+                    run(out=folder.name, shard_size=3)
                 finally:
                     os._exit(0)
-            time.sleep(rng.uniform(0, 0.6 * seconds))
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            if (tmp_path / out / "latents.json").exists():
+            # Every other kill falls before or into the first batches; the rest, on a machine of any speed, when a shard
+            # more is finished.
+            ended = False
+            while attempt % 2 and not ended and len(list(folder.glob("train-*"))) <= there:
+                ended = os.waitpid(child, os.WNOHANG)[0] != 0
+                time.sleep(0.001)
+            if not ended:
+                time.sleep(rng.uniform(0, 0.2 * seconds))
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            if (folder / "latents.json").exists():
                 break
-            resumed += any((tmp_path / out).glob("train-*"))
-        run(out=out, shard_size=3)
-        assert content(tmp_path / out) == content(whole)
+            resumed += any(folder.glob("train-*"))
+        run(out=folder.name, shard_size=3)
+        assert content(folder) == content(whole)
     assert resumed > 5
 
 

@@ -160,7 +160,7 @@ def test_what_is_wrong_in_parquet_is_named_by_row_or_column(tmp_path):
         ("a.jsonl", b"", "empty file", "is empty"),
         ("a.parquet", b"", "empty file", "is empty"),
         ("a.parquet", b"no parquet at all", "unreadable file", "cannot read"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 999)[:-20], "unreadable file", "cannot read"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 999, mtime=0)[:-20], "unreadable file", "cannot read"),
         ("a.jsonl.gz", b"no gzip", "unreadable file", "cannot read"),
     ],
 )

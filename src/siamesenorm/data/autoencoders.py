@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from siamesenorm.hub.loading import check_part
 from siamesenorm.residual import ConfigError, one_line
 
 # Where a whole pipeline keeps its autoencoder.
@@ -103,8 +104,14 @@ def load(name: str, subfolder: str = "", device: str = "cpu") -> Autoencoder:
             f"{name} is no autoencoder of diffusers: its config names the class {config.get('_class_name')!r}"
         )
     try:
+        if local:
+            check_part(Path(name) / subfolder, kind)
         model, info = kind.from_pretrained(  # type: ignore[attr-defined]
-            name, subfolder=subfolder or None, local_files_only=local, output_loading_info=True
+            name,
+            subfolder=subfolder or None,
+            local_files_only=local,
+            use_safetensors=True,
+            output_loading_info=True,
         )
     except Exception as error:  # the readers raise whatever a broken file leads them to
         raise ConfigError(f"cannot load the autoencoder {name}: {one_line(error)}") from error

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pyarrow
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file so that a crash leaves the old one or the new one, never a part."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    # Two machines that share a folder may have processes of one number.
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
         with unfinished.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
@@ -20,6 +27,26 @@ def write_whole(path: Path, content: str | bytes) -> None:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def write_parquet(path: Path, table: pyarrow.Table) -> None:
+    """Write a table so that a crash leaves the old file or the new one."""
+    import pyarrow.parquet
+
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(table, buffer)
+    write_whole(path, buffer.getvalue())
+
+
+def finite(value: Any) -> Any:
+    """`value` with each float that JSON cannot hold turned into None, at any depth."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return value
 
 
 def check_once(expected: Mapping[Path, Sequence[Any]], check: Callable[[Path], None], memory: Path | None) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from siamesenorm.residual import ConfigError
 
@@ -24,9 +25,21 @@ def check(out: Path, marks: Sequence[str], what: str) -> None:
     """
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file; --out needs a folder")
-    ours = any((out / name).exists() for name in marks)
-    if out.is_dir() and not ours and set(out.iterdir()) - set(half_written(out, marks)):
+    # Looked at once: another process may be filling it.
+    there = set(out.iterdir()) if out.is_dir() else set()
+    ours = any(out / name in there for name in marks)
+    if not ours and there - set(half_written(out, marks)):
         raise ConfigError(f"{out} is not empty and holds no {what}; choose another --out")
+
+
+def check_new(out: Path) -> None:
+    """Refuse a folder that is neither new nor empty.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"'{out}' is there already, and is not an empty folder; choose another")
 
 
 def half_written(out: Path, names: Sequence[str]) -> list[Path]:
@@ -58,11 +71,9 @@ def claimed(out: Path, doing: str) -> Iterator[None]:
     Raises:
         ConfigError: where it cannot be made, or another process has it.
     """
-    try:
+    with _making(out):
         made = [folder for folder in (out, *out.parents) if not folder.exists()]
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make the folder {out}: {error.strerror or error}") from error
     try:
         with _locked(out, doing):
             yield
@@ -73,17 +84,77 @@ def claimed(out: Path, doing: str) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(folder: Path, doing: str) -> Iterator[None]:
+def made_whole(out: Path, *, replace: bool = False) -> Iterator[Path]:
+    """A folder to fill, that takes its name once it is full and goes if it never is.
+
+    Args:
+        out: a folder that is new or empty.
+        replace: it may be another, which goes when the new one is full.
+
+    Yields:
+        A new folder beside it. What a process that was killed left of one goes first.
+
+    Raises:
+        ConfigError: the folder is there and may not be replaced, or it cannot be made.
+    """
+    if not replace:
+        check_new(out)
+    out = out.resolve()
+    unfinished = out.with_name(f".{out.name}-unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    with _making(out):
+        unfinished.mkdir(parents=True)
     try:
-        import fcntl
-    except ImportError:  # no such locks on this system
+        yield unfinished
+        shutil.rmtree(out, ignore_errors=True)
+        with _making(out):
+            unfinished.rename(out)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextmanager
+def _making(folder: Path) -> Iterator[None]:
+    try:
         yield
-        return
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {folder}: {error.strerror or error}") from error
+
+
+@contextmanager
+def _locked(folder: Path, doing: str) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not lock(descriptor, wait=False):
+            raise ConfigError(f"another process is {doing} {folder}")
         yield
-    except BlockingIOError:
-        raise ConfigError(f"another process is {doing} {folder}") from None
     finally:
         os.close(descriptor)
+
+
+def lock(file: IO[Any] | int, *, wait: bool) -> bool:
+    """Lock an open file or folder until it is closed; whether this process has it now.
+
+    The operating system takes the lock back from a process that dies, however it dies. On a system without such locks
+    every process has it.
+
+    Args:
+        file: a file, or the descriptor of one.
+        wait: for another process to close it.
+
+    Raises:
+        ConfigError: on a file system without such locks.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise ConfigError(
+            f"this file system has no locks, by which a process knows what others do in a folder ({error.strerror})"
+        ) from error
+    return True

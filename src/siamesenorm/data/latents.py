@@ -30,6 +30,7 @@ import torch
 from siamesenorm.data import autoencoders
 from siamesenorm.data.arrays import cache_root, check_memory
 from siamesenorm.data.files import check_once, write_whole
+from siamesenorm.hub import checks
 from siamesenorm.residual import ConfigError
 
 if TYPE_CHECKING:
@@ -238,6 +239,8 @@ def prepare(folder: str | Path, cache: Path | None = None) -> LatentArrays:
     if fingerprint(encoded, shards) != sha256:
         raise ConfigError(f"{path / META} has been changed by hand; {_ANEW}")
     check_files(path, shards)
+    for shard in (shard for side in shards.values() for shard in side):
+        _check_shapes(path / shard.file, shard, encoded)
     known = {path / shard.file: shard for side in shards.values() for shard in side}
     check_once(
         {file: [shard.sha256] for file, shard in known.items()},
@@ -352,6 +355,14 @@ def check_files(folder: Path, shards: Mapping[str, Sequence[Shard]]) -> None:
         if size != shard.bytes:
             cut = "have been cut short: they have" if size < shard.bytes else "have"
             raise ConfigError(f"the latents {path} {cut} {size:,} bytes; {shard.bytes:,} were written; {_ANEW}")
+
+
+def _check_shapes(path: Path, shard: Shard, encoded: Encoded) -> None:
+    """Make sure that a shard holds what the folder says: memory is taken by what it says, and mapped by its header."""
+    latents = (shard.images, *encoded.latent_shape)
+    expected = {**dict.fromkeys(encoded.tensors, latents), "labels": latents[:1]}
+    if (found := checks.header(path).shapes) != expected:
+        raise ConfigError(f"the latents {path} are {dict(sorted(found.items()))}, not {expected}; {_ANEW}")
 
 
 def _check_content(path: Path, shard: Shard) -> None:

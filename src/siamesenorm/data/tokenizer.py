@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from siamesenorm.data import byte_tokenizer
+from siamesenorm.hub import checks
 from siamesenorm.residual import ConfigError, one_line
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 # Every byte, the end of a document and padding.
 SMALLEST_BPE = byte_tokenizer.VOCAB_SIZE
+# Vocabularies leave some ids for later.
+_WIDEST_GAPS, _ALWAYS_FINE = 4, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,10 @@ def load(name_or_path: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     local = Path(name_or_path).exists()
+    if local:
+        checks.check_tokenizer(Path(name_or_path))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, local_files_only=local)
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, local_files_only=local, trust_remote_code=False)
     except Exception as error:  # each kind of tokeniser has errors of its own for files that are not right
         where = "" if local else ", which is no folder here and cannot be had from the hub"
         raise ConfigError(f"cannot load the tokeniser {name_or_path}{where}: {one_line(error)}") from error
@@ -93,9 +98,18 @@ def train_bpe(texts: Iterable[str], size: int) -> PreTrainedTokenizerBase:
 
 
 def vocabulary(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
-    """A tokeniser's ids; gaps in their numbering count."""
+    """A tokeniser's ids; gaps in their numbering count.
+
+    Raises:
+        ConfigError: the gaps are so wide that a model for it would be made of them.
+    """
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    size = max(tokenizer.get_vocab().values()) + 1
+    ids = tokenizer.get_vocab().values()
+    size = max(ids) + 1
+    if size > _WIDEST_GAPS * len(ids) + _ALWAYS_FINE:
+        raise ConfigError(
+            f"the tokeniser has {len(ids):,} tokens and numbers them up to {size - 1:,}, and a model has a row for each"
+        )
     return Vocabulary(size=size, eos_id=eos, pad_id=eos if pad is None else pad)
 
 
