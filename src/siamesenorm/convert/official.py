@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..residual import ConfigError, nearest
 from . import official_deit, official_dit, official_lm
 
-__all__ = ["load_official", "official_names"]
+__all__ = ["check_kind", "load_official", "official_names", "training_arguments"]
 
 _KINDS = {"lm": official_lm, "deit": official_deit, "dit": official_dit}
 
@@ -48,7 +48,27 @@ def official_names(model: nn.Module, kind: str, tensors: Mapping[str, Tensor]) -
     return _module(kind).official_names(model, tensors)
 
 
-def _module(kind: str) -> Any:
+def training_arguments(kind: str, given: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The official constructor's arguments, from those of the training script; ``None`` where they do not tell.
+
+    Args:
+        kind: as it is given to :func:`load_official`.
+        given: what the script was started with, as it keeps it in its checkpoints.
+    """
+    module = _module(kind)
+    return module.training_arguments(given) if hasattr(module, "training_arguments") else None
+
+
+def check_kind(kind: str) -> None:
+    """Refuse a kind of official model that there is none of.
+
+    Raises:
+        ConfigError: naming the nearest.
+    """
     if kind not in _KINDS:
         raise ConfigError(f"unknown kind of official model '{kind}': {nearest(str(kind), _KINDS)}")
+
+
+def _module(kind: str) -> Any:
+    check_kind(kind)
     return _KINDS[kind]

@@ -29,22 +29,24 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..hosts import build
 from ..residual import ConfigError
 from . import weights
-from .weights import Names, fill, parameter_names, refuse_unknown, require
+from .weights import Names, fill, made, parameter_names, refuse_unknown, require
 
-__all__ = ["load", "official_names"]
+__all__ = ["load", "official_names", "training_arguments"]
 
 log = logging.getLogger(__name__)
 
+# Width and heads of the models that the training script knows by name; all have 12 blocks.
+_SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}
 # The official constructor's defaults.
 _DEFAULTS: dict[str, Any] = {
     "img_size": 224,
@@ -85,12 +87,33 @@ def load(state_dict: Mapping[str, Tensor], args: Mapping[str, Any]) -> nn.Module
             "evaluation, but trains without it"
         )
     host, model_class = ("deit", "DeiTForImageClassificationWithTeacher") if given["distilled"] else ("vit", None)
-    # What is drawn here is overwritten, so the caller's generator is left as it was.
-    with torch.random.fork_rng(devices=[]):
-        model = build(host, config, "siamese", {"x": "post"}, model_class=model_class)
+    model: Any = made(
+        lambda: build(host, config, "siamese", {"x": "post"}, model_class=model_class), config, state_dict
+    )
     fill(model, _names(model), state_dict)
     model.config.dtype = model.dtype
     return model.eval()
+
+
+def training_arguments(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """As :func:`siamesenorm.convert.official.training_arguments`: ``model``, such as ``deit_small_patch16_224``, names
+    the sizes.
+    """
+    match = re.fullmatch(r"deit_(tiny|small|base)(_distilled)?_patch(\d+)_(\d+)", str(given.get("model")))
+    classes = given.get("nb_classes")
+    if match is None or type(classes) is not int:
+        return None
+    width, heads = _SIZES[match[1]]
+    return {
+        "img_size": given.get("input_size", int(match[4])),
+        "patch_size": int(match[3]),
+        "embed_dim": width,
+        "num_heads": heads,
+        "num_classes": classes,
+        "distilled": match[2] is not None,
+        "drop_rate": given.get("drop", 0.0),
+        "drop_path_rate": given.get("drop_path", 0.0),
+    }
 
 
 def official_names(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -26,19 +26,22 @@ training loop puts the null class, ``model.null_class``, in the place of a label
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..hosts import build
 from ..residual import ConfigError
 from . import weights
-from .weights import Names, fill, parameter_names, refuse_unknown
+from .weights import Names, fill, made, parameter_names, refuse_unknown
 
-__all__ = ["load", "official_names"]
+__all__ = ["load", "official_names", "training_arguments"]
 
+# Depth, width and heads of the models that the training script knows by name, and the side of its autoencoder's patch.
+_SIZES = {"XL": (28, 1152, 16), "L": (24, 1024, 16), "B": (12, 768, 12), "S": (12, 384, 6)}
+_PIXELS_PER_LATENT = 8
 # The official constructor's defaults.
 _DEFAULTS: dict[str, Any] = {
     "input_size": 32,
@@ -60,11 +63,27 @@ def load(state_dict: Mapping[str, Tensor], args: Mapping[str, Any]) -> nn.Module
     has_bias = any(name.endswith(".attn.qkv.bias") for name in state_dict)
     config = _config({**_DEFAULTS, "qkv_bias": has_bias, **args})
     siamese = any("postnorm" in name or "prenorm" in name for name in state_dict)
-    # What is drawn here is overwritten, so the caller's generator is left as it was.
-    with torch.random.fork_rng(devices=[]):
-        model = build("dit", config, *(("siamese", {"x": "post"}) if siamese else ("pre",)))
+    scheme: tuple[Any, ...] = ("siamese", {"x": "post"}) if siamese else ("pre",)
+    model = made(lambda: build("dit", config, *scheme), config, state_dict)
     fill(model, _names(model), state_dict)
     return model.eval()
+
+
+def training_arguments(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """As :func:`siamesenorm.convert.official.training_arguments`: ``model``, such as ``DiT-B/2``, names the sizes."""
+    match = re.fullmatch(r"DiT-(\w+)/(\d+)", str(given.get("model")))
+    pixels, classes = given.get("image_size"), given.get("num_classes")
+    if match is None or match[1] not in _SIZES or type(pixels) is not int or type(classes) is not int:
+        return None
+    depth, width, heads = _SIZES[match[1]]
+    return {
+        "input_size": pixels // _PIXELS_PER_LATENT,
+        "patch_size": int(match[2]),
+        "hidden_size": width,
+        "depth": depth,
+        "num_heads": heads,
+        "num_classes": classes,
+    }
 
 
 def official_names(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -23,13 +23,12 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..hosts import build, scheme_of
 from ..residual import ConfigError
 from . import weights
-from .weights import Names, fill, parameter_names, refuse_unknown, require
+from .weights import Names, fill, made, parameter_names, refuse_unknown, require
 
 __all__ = ["load", "official_names"]
 
@@ -60,6 +59,7 @@ _HYBRID: dict[str, Any] = {
     "ffn_residual_after_norm": True,
     "attention_layer_norm_with_affine": True,
 }
+_NUMBERS = {"mlp_hidden_size": int | float | None, "mlp_ratio": int | float | None, "rope_theta": int | float}
 _STARRED = {0: {"attn_norm": True, "ffn_residual": False}}
 _USED = {
     "d_model", "n_heads", "n_kv_heads", "multi_query_attention", "n_layers", "mlp_ratio", "mlp_hidden_size",
@@ -83,9 +83,7 @@ def load(state_dict: Mapping[str, Tensor], args: Mapping[str, Any]) -> nn.Module
         if args.get(name):
             log.warning("Llama has no %s: this model is the same in evaluation, but trains without it", name)
     config = _config(args)
-    # What is drawn here is overwritten, so the caller's generator is left as it was.
-    with torch.random.fork_rng(devices=[]):
-        model = build("llama", config, scheme, options)
+    model: Any = made(lambda: build("llama", config, scheme, options), config, state_dict)
     fill(model, _names(model), state_dict)
     model.tie_weights()
     model.config.dtype = model.dtype
@@ -132,6 +130,9 @@ def _config(args: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("d_model", "n_heads", "n_layers", "vocab_size"):
         if not isinstance(args.get(name), int):
             raise ConfigError(f"official argument '{name}' must be given, as a whole number")
+    for name, kind in _NUMBERS.items():
+        if name in args and not isinstance(args[name], kind):
+            raise ConfigError(f"official argument '{name}' must be a number, not {args[name]!r}")
     width, heads = args["d_model"], args["n_heads"]
     if width % heads:
         raise ConfigError(f"d_model {width} is not a multiple of n_heads {heads}")

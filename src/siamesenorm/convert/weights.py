@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..hub import checks
 from ..residual import ConfigError, nearest
 
-__all__ = ["Names", "fill", "official_names", "parameter_names", "refuse_unknown", "require"]
+__all__ = ["Names", "fill", "made", "official_names", "parameter_names", "refuse_unknown", "require"]
 
 Names = dict[str, tuple[str, ...]]
 """Official names, each with those of a model of this package whose rows it joins, in order."""
@@ -29,6 +30,24 @@ def require(args: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if name in args and args[name] != value:
             raise ConfigError(f"official argument {name}={args[name]!r} is not supported, only {value!r}")
+
+
+def made(build: Callable[[], nn.Module], config: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> nn.Module:
+    """A new model to be filled, no larger than its weights account for; the caller's generator is left as it was.
+
+    Args:
+        build: makes it of ``config``.
+        config: as for transformers or diffusers.
+        state_dict: the official weights.
+
+    Raises:
+        ConfigError: the arguments ask for a model that is much larger.
+    """
+    held, where = checks.Weights({name: tuple(each.shape) for name, each in state_dict.items()}), "the official weights"
+    checks.check_config(config, held, where)
+    checks.check_size(build, held, where)
+    with torch.random.fork_rng(devices=[]):
+        return build()
 
 
 def parameter_names(model: nn.Module, modules: Mapping[str, tuple[str, ...]]) -> Names:
@@ -68,6 +87,8 @@ def fill(model: nn.Module, names: Names, state_dict: Mapping[str, Tensor]) -> No
         if official in missing:
             continue
         tensor = state_dict[official]
+        if not tensor.is_floating_point():
+            raise ConfigError(f"the official weight {official} has the dtype {tensor.dtype}, which is none of weights")
         rows = [saved[name].shape[0] for name in ours]
         expected = (sum(rows), *saved[ours[0]].shape[1:])
         if tuple(tensor.shape) != expected:
