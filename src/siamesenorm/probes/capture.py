@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
-from ..residual import Block, ConfigError, Streams, finished
+from ..residual import Streams, finished
+from .subject import blocks_of, in_backward
 
 __all__ = ["capture_streams"]
 
@@ -30,18 +30,16 @@ def capture_streams(model: nn.Module) -> Iterator[list[Streams]]:
         ...     model(input_ids=ids)
         >>> x, y = streams[-1]
     """
-    blocks = [module for module in model.modules() if isinstance(module, Block)]
-    if not blocks:
-        raise ConfigError(f"a {type(model).__name__} has no residual streams to capture: rewire it first")
+    blocks = blocks_of(model)
     captured: list[Streams] = []
 
     # A block in an activation checkpoint of someone else's runs again in the backward pass, which is no new forward.
     def clear(module: nn.Module, args: Any) -> None:
-        if not _in_backward():
+        if not in_backward():
             captured.clear()
 
     def record(module: nn.Module, args: Any, output: Streams) -> None:
-        if not _in_backward():
+        if not in_backward():
             captured.append(finished(output))
 
     handles = [blocks[0].register_forward_pre_hook(clear)]
@@ -51,7 +49,3 @@ def capture_streams(model: nn.Module) -> Iterator[list[Streams]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
