@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import siamesenorm
 from siamesenorm.data import arrays
+from siamesenorm.training.export import export
 from siamesenorm.training.recipe_files import load
 from siamesenorm.training.run import train
 from siamesenorm.training.run_folder import read_metrics
@@ -23,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 PLAIN = ["model.config.attention_dropout=0.0"]
 MOE = ["model.host=olmoe", "model.config.num_experts=4", "model.config.num_experts_per_tok=2"]
 TIED = ["model.config.tie_word_embeddings=true"]
+OPENED = ["model.options={x: post, x_init: 0.0, y_eps: 1.0}", "schedule.own_steps=2", "schedule.open_steps=5"]
 
 # What two processes do, and one is compared with.
 EQUAL = {
@@ -37,18 +40,22 @@ MORE_EQUAL = {
     "ddp-tied": ["train.parallel=ddp", *TIED, "train.micro_batch_size=1"],
     "hsdp-of-one-machine": ["train.parallel=hsdp"],
     "moe-fsdp": MOE,
+    "fsdp-opened": OPENED,
+    "ddp-opened": ["train.parallel=ddp", *OPENED],
 }
 # Every scheme with its defaults, a residual warm-up among them, for two steps.
 SHORT = [*PLAIN, "train.steps=2", "train.checkpoint_every=2", "train.validate_every=2", "sample.tokens=0"]
 SCHEMES = {name: [*SHORT, f"model.scheme={name}", "model.options.warmup_steps=3"] for name in siamesenorm.schemes()}
 BROKEN = {"dense": [], "moe-tied": [*MOE, *TIED]}
 MORE_BROKEN = {"dense-tied-ddp": [*TIED, "train.parallel=ddp"], "moe": MOE}
+AVERAGED = [*PLAIN, *TIED, "train.ema_decay=0.9"]
 OTHERS = [
     {"overrides": PLAIN, "out": "two-then-one", "at": 3, "signal": "SIGINT", "on": 0},
     {"overrides": PLAIN, "out": "one-then-two"},
     {"overrides": ["train.precision=bfloat16", *PLAIN], "out": "two/bfloat16"},
     {"overrides": ["train.batch_size=3"], "out": "odd-batch"},
     {"overrides": ["train.parallel=hsdp", "train.shard_degree=3"], "out": "odd"},
+    {"overrides": AVERAGED, "out": "resaved", "resave": True},
     {"overrides": ["optim.lr=1e36", "schedule.warmup_steps=0", "train.max_grad_norm=null"], "out": "diverged"},
 ]
 
@@ -112,6 +119,9 @@ def run_all(folder, todo):
 def results(folder, alone):
     """All that two processes did, by folder."""
     assert train_until(folder, alone, 3).status == "interrupted"
+    assert alone("saved", *AVERAGED).status == "finished"
+    shutil.copytree(folder / "saved", folder / "resaved")
+    (folder / "resaved" / "summary.json").unlink()
     return run_all(folder, [*jobs(EQUAL, BROKEN), *OTHERS])
 
 
@@ -198,6 +208,23 @@ def test_two_then_one_and_one_then_two(folder, results, alone):
         assert losses(folder / out) == pytest.approx(losses(folder / "one-alone"), abs=1e-5)
         summary = json.loads((folder / out / "summary.json").read_text())
         assert summary["val_loss"] == pytest.approx(unbroken.summary["val_loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_one_and_two_processes_export_to_the_same_bytes(raw, folder, results, tmp_path):
+    assert results["resaved"]["statuses"] == ["finished", "finished"]
+    writers = {
+        run: {path.name[:3] for path in (folder / run / "checkpoints" / "step7" / "model_and_optim").glob("*.distcp")}
+        for run in ("saved", "resaved")
+    }
+    assert writers == {"saved": {"__0"}, "resaved": {"__0", "__1"}}
+    for run in writers:
+        export(folder / run, tmp_path / run, raw=raw)
+    for path in (tmp_path / "saved").iterdir():
+        if path.name != "README.md":
+            assert (tmp_path / "resaved" / path.name).read_bytes() == path.read_bytes()
+    at_the_end = (folder / "saved" / "model" / "model.safetensors").read_bytes()
+    assert ((tmp_path / "resaved" / "model.safetensors").read_bytes() == at_the_end) is not raw
 
 
 def test_bfloat16_in_parts_is_autocast_within_its_rounding(folder, results, alone):

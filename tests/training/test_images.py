@@ -201,7 +201,7 @@ REFUSED = {
         ("diffusion.timesteps=3", "belongs to the task class-conditional-diffusion"),
         ("task=causal-lm", "unknown key 'augment' in the recipe; it belongs to the task image-classification"),
         ("data.source=digit", "there is no file or folder digit; images are 'digits'"),
-        ("model.pretrained=somewhere", "model.pretrained is for language models"),
+        ("model.pretrained=no/such/folder", "there is no such folder"),
     ],
     "tiny-dit": [
         ("model.host=vit", "its hosts are dit"),

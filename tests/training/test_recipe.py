@@ -5,12 +5,12 @@ import pytest
 from siamesenorm.residual import ConfigError
 from siamesenorm.training import recipe_files
 from siamesenorm.training.recipe import flatten, from_mapping, to_mapping
-from siamesenorm.training.recipe_files import dump, load, read, recipe_names
+from siamesenorm.training.recipe_files import dump, load, packaged_names, read
 
 
 def test_every_packaged_recipe_loads_and_survives_yaml(tmp_path):
-    assert "lm-tiny" in recipe_names()
-    for name in recipe_names():
+    assert "lm-tiny" in packaged_names()
+    for name in packaged_names():
         recipe = load(name)
         assert recipe.name == name
         path = tmp_path / f"{name}.yaml"
@@ -139,4 +139,16 @@ def test_installed_recipes_are_found_inside_the_package(tmp_path, monkeypatch):
     (package / "recipes").mkdir(parents=True)
     (package / "training").mkdir()
     monkeypatch.setattr(recipe_files, "__file__", str(package / "training" / "recipe_files.py"))
-    assert recipe_files.recipes_folder() == package / "recipes"
+    assert recipe_files.packaged_folder() == package / "recipes"
+
+
+@pytest.mark.parametrize("leaf", ["{{x: {0}, y: {0}}}", "[{0}, {0}]"])
+def test_aliases_that_multiply_are_refused(leaf, tmp_path):
+    """Forty lines that come to 2**40 values."""
+    lines = ["a0: &a0 {x: 1}", *(f"a{i + 1}: &a{i + 1} " + leaf.format(f"*a{i}") for i in range(40))]
+    (tmp_path / "bomb.yaml").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match="more than 100,000 values"):
+        load(str(tmp_path / "bomb.yaml"))
+    (tmp_path / "bomb.yaml").write_text("a: &a\n  b: *a\n")
+    with pytest.raises(ConfigError, match="contains itself"):
+        load(str(tmp_path / "bomb.yaml"))

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from siamesenorm import hosts
-from siamesenorm.residual import ConfigError
+from siamesenorm.residual import ConfigError, own_parameters
 from siamesenorm.training.recipe import Recipe
+from siamesenorm.training.settings import scheme_of
 from siamesenorm.training.tasks import task_of
 
 
@@ -37,8 +38,22 @@ def check(recipe: Recipe, *, needs_data: bool = True) -> Any:
     model = empty_model(recipe, needs_data=needs_data)
     if not hosts.blocks(model):
         raise ConfigError("the model has no blocks; give it at least one")
+    _check_schedule(recipe, model)
     task_of(recipe).check(model, needs_data=needs_data)
     return model
+
+
+def _check_schedule(recipe: Recipe, model: nn.Module) -> None:
+    """Refuse a schedule for parts that a scheme has none of."""
+    scheme, schedule = scheme_of(recipe), recipe.schedule
+    if schedule.own_steps and not own_parameters(model):
+        raise ConfigError(
+            f"schedule.own_steps trains at first what scheme '{scheme.name}' has added, and it adds nothing"
+        )
+    if schedule.open_steps and not any(scheme.opening(name) for name, _ in model.named_parameters()):
+        raise ConfigError(
+            f"schedule.open_steps opens what a scheme starts closed, and nothing of '{scheme.label}' is closed"
+        )
 
 
 def parameter_counts(model: Any) -> tuple[int, int]:

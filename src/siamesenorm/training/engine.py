@@ -14,16 +14,18 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dist_cp
 import torch.distributed.checkpoint.state_dict as dcp
 from olmo_core.data import DataCollator, DataLoaderBase, NumpyFSLDataLoader, NumpyFSLDataset
 from olmo_core.data.utils import get_labels
+from olmo_core.distributed.checkpoint import RemoteFileSystemReader
 from olmo_core.optim import AdamWConfig, CosWithWarmup, OptimGroupOverride
 from olmo_core.train import Duration, LoadStrategy, Trainer, TrainerConfig
 from olmo_core.train.callbacks import Callback, CheckpointerCallback
@@ -37,8 +39,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from siamesenorm import hosts
-from siamesenorm.residual import ConfigError, Scheme, Sublayer, one_line, set_step
-from siamesenorm.training import checkpoints, overflow, parallel
+from siamesenorm.probes import overflow
+from siamesenorm.residual import ConfigError, Scheme, Sublayer, one_line, open_by, own_parameters, set_step
+from siamesenorm.training import checkpoints, parallel
 from siamesenorm.training.average import WeightAverage
 from siamesenorm.training.build import checkpoint_activations
 from siamesenorm.training.decay import undecayed
@@ -47,6 +50,11 @@ from siamesenorm.training.events import Listener, NonFiniteError, SaveError, Ste
 from siamesenorm.training.processes import ALONE, Processes
 from siamesenorm.training.recipe import Recipe, digest
 from siamesenorm.training.tasks import Batch, Batches, Evaluation, Objective, Task
+
+# The part of a checkpoint that is tensors; the rest is the state of the loop.
+_STATE = "model_and_optim"
+# Bytes that are read from a checkpoint at a time.
+_AT_ONCE = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,8 @@ class EngineModule(TrainModule):
         compile: bool = False,
         average: WeightAverage | None = None,
         skip_nonfinite: int = 0,
+        own_steps: int = 0,
+        open_steps: int = 0,
         processes: Processes = ALONE,
     ) -> None:
         super().__init__()
@@ -111,6 +121,8 @@ class EngineModule(TrainModule):
         self.device = device
         self.average = average
         self.skip_nonfinite = skip_nonfinite
+        self.own_steps = own_steps
+        self.open_steps = open_steps
         self.processes = processes
         self.loss = float("nan")
         self.parts: dict[str, float] = {}
@@ -218,11 +230,17 @@ class EngineModule(TrainModule):
         self.parts = dict(zip(self.objective.names[1:], parts, strict=True))
         for group in self.optim.param_groups:
             self.lr = float(self.scheduler.set_lr(group, self.trainer))
+        if self.trainer.global_step <= self.own_steps:
+            self._hold_the_rest()
         self.skipped = not bool(torch.isfinite(numbers).all())
         if self.skipped:
             self.skipped_in_a_row += 1
             if self.skipped_in_a_row > self.skip_nonfinite:
                 raise NonFiniteError(self.trainer.global_step, self.loss, self.grad_norm, self._first_overflow())
+        # In a step that is skipped too, so that the step alone decides how far it is open.
+        if self.trainer.global_step <= self.open_steps:
+            open_by(self.model, self.scheme, 1 / self.open_steps)
+        if self.skipped:
             return
         self.skipped_in_a_row = 0
         if self.max_grad_norm is not None:
@@ -233,6 +251,17 @@ class EngineModule(TrainModule):
         self.record_ce_loss(self.loss)
         self.record_metric("total grad norm", self.grad_norm, namespace="optim")
         self.record_metric("LR", self.lr, namespace="optim")
+
+    def _hold_the_rest(self) -> None:
+        """Let nothing move in this step but what the scheme has added.
+
+        With a learning rate of 0 and not without gradients: checkpoints want a state of the optimiser for every weight,
+        and by the time that the others move, theirs knows them.
+        """
+        own = set(map(id, own_parameters(self.model).values()))
+        for group in self.optim.param_groups:
+            if not all(id(parameter) in own for parameter in group["params"]):
+                group["lr"] = 0.0
 
     def _first_overflow(self) -> str:
         """Where the last batch's numbers stopped being finite, in words; runs the model over it once more."""
@@ -284,6 +313,8 @@ class Recorder(Callback):
     validate: Callable[[], Evaluation]
     validate_every: int
     run: str
+    probe: Callable[[], Sequence[Mapping[str, Any]]] | None = None
+    probe_every: int | None = None
     tokens_per_image: int | None = None
     last_validation: Evaluation | None = None
     seconds: float = 0.0
@@ -303,8 +334,9 @@ class Recorder(Callback):
         """Stop the clock, validate if it is due, and report."""
         self.seconds += time.perf_counter() - self._started
         module = self._module
-        due = self.step % self.validate_every == 0 or self.step == self.trainer.max_steps
-        self.last_validation = self.validate() if due else None
+        self.last_validation = self.validate() if self._is_due(self.validate_every) else None
+        probed = self.probe_every is not None and self._is_due(self.probe_every)
+        sites = self.probe() if probed and self.probe is not None else ()
         seen = self.trainer.global_train_tokens_seen
         self.listener.step(
             Step(
@@ -318,8 +350,12 @@ class Recorder(Callback):
                 validation=self.last_validation,
                 parts=module.parts,
                 skipped=module.skipped,
+                sites=sites,
             )
         )
+
+    def _is_due(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.trainer.max_steps
 
     def state_dict(self) -> dict[str, Any]:
         """The seconds so far; what the listener heard is on disk before they are."""
@@ -363,6 +399,7 @@ def fit(
     device: torch.device,
     listener: Listener,
     validate: Callable[[], Evaluation],
+    probe: Callable[[], Sequence[Mapping[str, Any]]] | None = None,
     processes: Processes = ALONE,
 ) -> Outcome:
     """Train `model` in place by the task's recipe, from the newest whole checkpoint in `folder` where there is one.
@@ -379,6 +416,7 @@ def fit(
         device: where to train.
         listener: told of every step, on this process.
         validate: measures the model as it is.
+        probe: looks into the model as it is, where the recipe wants that, on this process alone.
         processes: those that train together, all calling this.
 
     Raises:
@@ -400,6 +438,8 @@ def fit(
         validate=validate_average,
         validate_every=recipe.train.validate_every,
         run=run,
+        probe=probe,
+        probe_every=recipe.train.probe_every,
         tokens_per_image=task.example(model, 1, "meta")[1] if task.counts_images else None,
     )
     loader = _data_loader(task, data, folder / "order", device, processes)
@@ -420,6 +460,52 @@ def fit(
         interrupted=trainer.global_step < recipe.train.steps,
         validation=recorder.last_validation,
     )
+
+
+def read_weights(
+    checkpoint: Path, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], *, average: bool
+) -> None:
+    """Read a model out of a checkpoint of any number of processes, without the optimiser's moments.
+
+    Read at a time, and held in memory beside what is given, are 256 MB, or one tensor where that is more.
+
+    Args:
+        checkpoint: of the user's own run, since reading one executes what it holds.
+        parameters: by name, each overwritten; in main memory, or mapped from a file.
+        buffers: the same, of those that are saved with a model.
+        average: take the average of the parameters, which only runs with ``train.ema_decay`` keep.
+
+    Raises:
+        ConfigError: the checkpoint lacks some of them, has them in other shapes or cannot be read.
+    """
+    part = "average" if average else "model"
+    wanted = {f"{part}.{name}": tensor for name, tensor in parameters.items()}
+    wanted |= {f"model.{name}": tensor for name, tensor in buffers.items()}
+    reader = RemoteFileSystemReader(str(checkpoint / _STATE))
+    try:
+        missing = sorted(wanted.keys() - reader.read_metadata().state_dict_metadata.keys())
+        if missing:
+            raise ConfigError(f"the checkpoint {checkpoint} lacks {', '.join(missing)}")
+        for keys in _portions(wanted):
+            dist_cp.load({key: wanted[key] for key in keys}, storage_reader=reader, no_dist=True)
+    except ConfigError:
+        raise
+    except (Exception, CheckpointException) as error:  # whatever a damaged file makes the readers raise
+        raise ConfigError(f"the checkpoint {checkpoint} cannot be read: {_in_words(error)}") from error
+
+
+def _portions(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """The names of tensors, in groups of no more than `_AT_ONCE` bytes or of a single one."""
+    names: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        if names and size + tensor.nbytes > _AT_ONCE:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += tensor.nbytes
+    if names:
+        yield names
 
 
 def _warn_of_gates(model: Any, scheme: Scheme, steps: int, listener: Listener) -> None:
@@ -453,6 +539,8 @@ def _module(
         compile=train.compile,
         average=None if train.ema_decay is None else WeightAverage(model, train.ema_decay),
         skip_nonfinite=train.skip_nonfinite,
+        own_steps=recipe.schedule.own_steps,
+        open_steps=recipe.schedule.open_steps,
         processes=processes,
     )
 
@@ -495,7 +583,18 @@ def _trainer(
 
 def _optimizer(model: Any, scheme: Scheme, recipe: Recipe) -> torch.optim.Optimizer:
     optim = recipe.optim
-    exempt = undecayed(model, scheme, optim)
+    exempt = set(undecayed(model, scheme, optim))
+    # What waits is stepped apart from what does not.
+    own = set(own_parameters(model)) if recipe.schedule.own_steps else set()
+    groups: dict[tuple[bool, bool], list[str]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups.setdefault((name in own, name in exempt), []).append(name)
+    overrides = [
+        OptimGroupOverride(params=names, opts={"weight_decay": 0.0} if is_exempt else {})
+        for (is_own, is_exempt), names in groups.items()
+        if is_own or is_exempt
+    ]
     return AdamWConfig(
         lr=optim.lr,
         betas=(optim.beta1, optim.beta2),
@@ -503,7 +602,7 @@ def _optimizer(model: Any, scheme: Scheme, recipe: Recipe) -> torch.optim.Optimi
         weight_decay=optim.weight_decay,
         # One pass over all parameters; without it, a CPU steps them one operation and one parameter at a time.
         fused=True,
-        group_overrides=[OptimGroupOverride(params=exempt, opts={"weight_decay": 0.0})] if exempt else None,
+        group_overrides=overrides or None,
     ).build(model)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from siamesenorm.probes import Batch, categorical
 from siamesenorm.residual import ConfigError
 from siamesenorm.training.processes import ALONE, Processes
 from siamesenorm.training.settings import autocasting
@@ -80,6 +81,13 @@ def spread(available: int, wanted: int) -> np.ndarray:
     return np.arange(wanted) * available // wanted
 
 
+def entropy(values: np.ndarray) -> float:
+    """The entropy of whole numbers by their frequencies, in nats."""
+    _, counts = np.unique(values, return_counts=True)
+    shares = counts / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
 def held_out_sequences(shards: Sequence[np.ndarray], sequence_length: int, count: int | None) -> np.ndarray:
     """Sequences to evaluate on, shape (count, sequence_length): always the same, spread evenly over all the tokens.
 
@@ -108,6 +116,32 @@ def held_out_sequences(shards: Sequence[np.ndarray], sequence_length: int, count
     return out
 
 
+def text_batches(
+    model: PreTrainedModel,
+    sequences: np.ndarray,
+    *,
+    batch_size: int,
+    count: int,
+    device: torch.device,
+    autocast: torch.dtype | None = None,
+    mask: DocumentMask | None = None,
+) -> list[Batch]:
+    """Held-out sequences for probes, in up to ``count`` batches, spread evenly over all; the rest as `evaluate`."""
+    chosen = sequences[spread(len(sequences), min(len(sequences), count * batch_size))]
+
+    def batch(ids: Tensor) -> Batch:
+        def predict() -> Tensor:
+            with autocasting(device.type, autocast):
+                more = {} if mask is None else mask.inputs(model, ids)
+                logits: Tensor = model(input_ids=ids, use_cache=False, **more).logits
+            return logits[:, :-1]
+
+        return categorical(predict, ids[:, 1:] if mask is None else mask.labels(ids[:, :-1], ids[:, 1:]))
+
+    parts = (chosen[start : start + batch_size] for start in range(0, len(chosen), batch_size))
+    return [batch(torch.as_tensor(part.astype(np.int64), device=device)) for part in parts]
+
+
 @torch.no_grad()
 def evaluate(
     model: PreTrainedModel,
@@ -118,6 +152,7 @@ def evaluate(
     autocast: torch.dtype | None = None,
     mask: DocumentMask | None = None,
     processes: Processes = ALONE,
+    progress: Callable[[int], None] | None = None,
 ) -> Evaluation:
     """Mean loss over all next-token predictions within the sequences, each token weighing the same.
 
@@ -129,6 +164,7 @@ def evaluate(
         autocast: the dtype of autocast, or None for none.
         mask: keeps documents apart, where they were apart in training.
         processes: those that share the work, all calling this with the same sequences.
+        progress: told how many sequences each batch had.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     counted = torch.zeros((), dtype=torch.long, device=device)
@@ -142,6 +178,8 @@ def evaluate(
             labels = labels.masked_fill(~counting.to(device)[:, None], IGNORED)
             total += summed_loss(logits[:, :-1], labels).double()
             counted += (labels != IGNORED).sum()
+            if progress is not None:
+                progress(len(ids))
     processes.sum(total), processes.sum(counted)
     # Only sequences of nothing but document ends leave nothing to count.
     tokens = max(int(counted), 1)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from siamesenorm.training.tasks.base import Evaluation
 
@@ -30,6 +30,7 @@ class Step:
     some) and ``seconds`` count from the start of the run over all its sessions (seconds in steps only, without
     validation and saving). ``validation`` is there where one was due. ``parts`` are further parts of what is minimised,
     without their weights, such as the loss of a mixture's routers. A ``skipped`` step left the model as it was.
+    ``sites`` are the rows of `probes.site_table` after the step, where they were due.
     """
 
     step: int
@@ -42,6 +43,7 @@ class Step:
     parts: Mapping[str, float] = field(default_factory=dict)
     images: int | None = None
     skipped: bool = False
+    sites: Sequence[Mapping[str, Any]] = ()
 
     @property
     def seen(self) -> tuple[int, str]:

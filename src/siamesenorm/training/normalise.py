@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +30,19 @@ class Normalise:
         """Write it into a model's folder, as transformers' image processor."""
         from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-        mean, std = (_by_channel(each, channels) for each in (self.mean, self.std))
+        mean, std = self.by_channel(channels)
         made = ViTImageProcessorPil(size={"height": size, "width": size}, image_mean=mean, image_std=std)
         made.save_pretrained(path)
+
+    def by_channel(self, channels: int) -> tuple[list[float], list[float]]:
+        """Mean and std, one number a channel."""
+        mean, std = (list(each) * (channels if len(each) == 1 else 1) for each in (self.mean, self.std))
+        return mean, std
+
+    @staticmethod
+    def is_in(path: Path) -> bool:
+        """Whether a model's folder says how its images are normalised."""
+        return (path / _FILE).is_file()
 
     @classmethod
     def load(cls, path: Path) -> Normalise:
@@ -47,7 +56,3 @@ class Normalise:
             return cls(*(tuple(float(each) for each in found[key]) for key in ("image_mean", "image_std")))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"'{path}' does not say how its images are normalised: {one_line(error)}") from error
-
-
-def _by_channel(numbers: Sequence[float], channels: int) -> list[float]:
-    return list(numbers) * (channels if len(numbers) == 1 else 1)

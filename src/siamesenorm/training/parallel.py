@@ -31,6 +31,11 @@ def check(recipe: Recipe, processes: Processes) -> None:
             f"train.batch_size ({recipe.train.batch_size}) does not divide over {count} processes; choose a multiple "
             f"of {count}"
         )
+    if recipe.train.probe_every is not None and strategy(recipe, count) in ("fsdp", "hsdp"):
+        raise ConfigError(
+            "train.probe_every looks into a model that a process holds whole: use train.parallel=ddp, or leave it null "
+            "and run siamesenorm probe on the finished run"
+        )
     if strategy(recipe, count) == "hsdp":
         degree = recipe.train.shard_degree or processes.local
         if count % degree:
@@ -117,7 +122,15 @@ def shard(model: Any, mesh: DeviceMesh, recipe: Recipe) -> None:
 
     Blocks get their weights in the precision that the branches compute in anyway. What they are given is not cast, so
     the streams keep their dtype, and so do the embeddings that they start from.
+
+    Raises:
+        ConfigError: for a model that needs parts of a block outside of it.
     """
+    if not getattr(model, "shardable", True):
+        raise ConfigError(
+            f"a {type(model).__name__} uses its first block's embedder behind the last block too, so it cannot be held "
+            "in parts: train.parallel=ddp"
+        )
     blocks = MixedPrecisionPolicy(autocast_of(recipe), reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in hosts.blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=blocks)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from siamesenorm.data.images import ImageSplit
-from siamesenorm.training.plot import figure_of
+from siamesenorm.report import figure_of
 
 # A picture of more is too high to be drawn, let alone looked at.
 MOST_ROWS = 100

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from siamesenorm.report import figure_of
+
 
 def loss_curve(lines: list[dict[str, Any]], title: str, label: str, path: Path) -> None:
     """Draw ``metrics.jsonl``'s lines; the training loss thin, with its moving mean, the validation loss as points."""
@@ -34,13 +36,3 @@ def loss_curve(lines: list[dict[str, Any]], title: str, label: str, path: Path) 
     if train or held_out:
         axes.legend()
     figure.savefig(path, dpi=120)
-
-
-def figure_of(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
-    """A figure of so many inches that needs no display, and its axes: one, or an array of them."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots(rows, columns)

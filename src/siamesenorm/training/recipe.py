@@ -11,7 +11,7 @@ import json
 import math
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 from siamesenorm.residual import ConfigError, nearest
@@ -158,10 +158,31 @@ class OptimRecipe:
 
 @dataclass(frozen=True)
 class ScheduleRecipe:
-    """Linear warm-up from 0 over ``warmup_steps``, then a half cosine down to ``final_fraction`` of the peak."""
+    """Linear warm-up from 0 over ``warmup_steps``, then a half cosine down to ``final_fraction`` of the peak.
+
+    The other two are for a model that goes on from ``model.pretrained`` under a scheme that is new to it. During the
+    first ``own_steps`` only what the scheme has added moves: the optimiser sees the gradients of all weights, and steps
+    the others with a learning rate of 0. Over the first ``open_steps``, what the scheme starts closed is opened: its
+    weights are raised by equal parts, beside what they learn (for ``siamese`` with ``x_init: 0``, those that X is read
+    through, by 1 in all).
+    """
 
     warmup_steps: int
     final_fraction: float = 0.1
+    own_steps: int = 0
+    open_steps: int = 0
+
+    def scaled(self, steps: int, of: int) -> ScheduleRecipe:
+        """The same schedule for a run of ``steps``, of one for a run ``of`` steps: each part keeps its share.
+
+        A part that was there keeps a step at least: a run without a warm-up is another run.
+        """
+        parts = {name: getattr(self, name) for name in SCHEDULE_STEPS}
+        return replace(self, **{name: part and max(round(part * steps / of), 1) for name, part in parts.items()})
+
+
+SCHEDULE_STEPS = ("warmup_steps", "own_steps", "open_steps")
+"""The parts of a schedule that are lengths, none of which may exceed the run's."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +202,8 @@ class TrainRecipe:
     split of the batch changes anything, or each ``micro_batch``. ``skip_nonfinite`` is the number of steps in a row
     that may be left out because their loss or gradient is not finite, before the run stops. With ``ema_decay``, what
     is validated and saved as the model is an exponential moving average of the weights, whose decay grows up to that.
+    Every ``probe_every`` steps, and after the last, what passes through each sublayer is measured on a batch of what
+    was held out, by the weights themselves, and added to ``probes.parquet`` (null: never).
     """
 
     steps: int
@@ -200,6 +223,7 @@ class TrainRecipe:
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
     log_every: int = 50
+    probe_every: int | None = None
 
 
 @dataclass(frozen=True)
@@ -243,6 +267,10 @@ class Recipe:
     schedule: ScheduleRecipe
     train: TrainRecipe
     seed: int = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its fields alone: what its task has looked at stays in this process."""
+        return {spec.name: getattr(self, spec.name) for spec in fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -442,7 +470,7 @@ _LEAST: dict[str, float] = {
     "augment.mixup": 0,
     "augment.cutmix": 0,
     "diffusion.timesteps": 2,
-    "schedule.warmup_steps": 0,
+    **dict.fromkeys((f"schedule.{name}" for name in SCHEDULE_STEPS), 0),
     "sample.tokens": 0,
     "sample.temperature": 0,
     "sample.steps": 1,
@@ -455,6 +483,7 @@ _LEAST: dict[str, float] = {
         (
             "train.steps", "train.batch_size", "train.micro_batch_size", "train.validate_every",
             "train.checkpoint_every", "train.keep_checkpoints", "train.log_every", "train.shard_degree",
+            "train.probe_every",
         ),
         1,
     ),
@@ -509,10 +538,9 @@ def _check_ranges(recipe: Recipe) -> None:
         raise ConfigError(f"data.std must be above 0, not {given['data.std']}")
     if not all(0 <= each < math.inf for each in given.get("sample.guidance", ())):
         raise ConfigError(f"sample.guidance must be numbers of at least 0, not {given['sample.guidance']}")
-    if recipe.schedule.warmup_steps > train.steps:
-        raise ConfigError(
-            f"schedule.warmup_steps ({recipe.schedule.warmup_steps}) must not exceed train.steps ({train.steps})"
-        )
+    for name in SCHEDULE_STEPS:
+        if (length := getattr(recipe.schedule, name)) > train.steps:
+            raise ConfigError(f"schedule.{name} ({length}) must not exceed train.steps ({train.steps})")
     if train.shard_degree is not None and train.parallel != "hsdp":
         raise ConfigError(f"train.shard_degree belongs to train.parallel=hsdp, not to {train.parallel}")
     if train.micro_batch_size is not None and train.batch_size % train.micro_batch_size:

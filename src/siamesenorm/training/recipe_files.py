@@ -21,6 +21,8 @@ from siamesenorm.training.recipe import (
 )
 
 _EXTENDS = "extends"
+_MOST_VALUES = 100_000
+_FOLDERS = {"recipe": "recipes", "study": "studies"}
 
 
 class _Loader(yaml.SafeLoader):
@@ -47,16 +49,20 @@ _Loader.add_implicit_resolver(
 )
 
 
-def recipes_folder() -> Path:
-    """Where the recipes that come with the package are: inside an installed one, next to src/ in a checkout."""
+def packaged_folder(kind: str = "recipe") -> Path:
+    """Where the files that come with the package are: inside an installed one, next to src/ in a checkout.
+
+    Args:
+        kind: ``recipe`` or ``study``.
+    """
     package = Path(__file__).resolve().parents[1]
-    installed = package / "recipes"
-    return installed if installed.is_dir() else package.parents[1] / "recipes"
+    installed = package / _FOLDERS[kind]
+    return installed if installed.is_dir() else package.parents[1] / _FOLDERS[kind]
 
 
-def recipe_names() -> list[str]:
-    """The names of the recipes that come with the package."""
-    return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
+def packaged_names(kind: str = "recipe") -> list[str]:
+    """The names of the recipes or studies that come with the package."""
+    return sorted(path.stem for path in packaged_folder(kind).glob("*.yaml"))
 
 
 def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -76,29 +82,35 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
     return from_mapping(_apply(tree, overrides))
 
 
-def find(recipe: str) -> Path:
-    """The file of a recipe given by name or path.
+def find(name: str, kind: str = "recipe") -> Path:
+    """The file of a recipe or study given by name or path.
 
     Raises:
-        ConfigError: naming the nearest recipe.
+        ConfigError: naming the nearest there is.
     """
-    if _is_path(recipe):
-        path = Path(recipe)
+    if _is_path(name):
+        path = Path(name)
         if path.is_file():
             return path
-        raise ConfigError(f"there is no recipe file '{recipe}'; the package's recipes: {', '.join(recipe_names())}")
-    packaged = recipes_folder() / f"{recipe}.yaml"
-    if not recipe or not packaged.is_file():
-        raise ConfigError(f"unknown recipe '{recipe}'; {nearest(recipe, recipe_names())}")
+        names = ", ".join(packaged_names(kind))
+        raise ConfigError(f"there is no {kind} file '{name}'; the package's {_FOLDERS[kind]}: {names}")
+    packaged = packaged_folder(kind) / f"{name}.yaml"
+    if not name or not packaged.is_file():
+        raise ConfigError(f"unknown {kind} '{name}'; {nearest(name, packaged_names(kind))}")
     return packaged
 
 
-def _is_path(recipe: str) -> bool:
-    path = Path(recipe)
+def beside(path: Path, recipe: str) -> str:
+    """The recipe that the file at ``path`` names: a name as it is, a path relative to the file's folder."""
+    return str(path.parent / recipe) if _is_path(recipe) else recipe
+
+
+def _is_path(name: str) -> bool:
+    path = Path(name)
     return path.suffix in (".yaml", ".yml") or path.parent != Path(".")
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path, kind: str = "recipe") -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
@@ -107,15 +119,17 @@ def read(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the recipe {path}: {error}") from error
+        raise ConfigError(f"cannot read the {kind} {path}: {error}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {one_line(error)}") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} holds no recipe: a mapping of keys to values is expected")
-    try:
-        return _copy(tree)
-    except RecursionError:
-        raise ConfigError(f"{path} holds a mapping that contains itself") from None
+        raise ConfigError(f"{path} holds no {kind}: a mapping of keys to values is expected")
+    if not _is_small(tree):
+        raise ConfigError(
+            f"{path} holds a mapping that contains itself, or more than {_MOST_VALUES:,} values where its aliases are "
+            "followed"
+        )
+    return _copy(tree)
 
 
 def dump(recipe: Recipe) -> str:
@@ -131,7 +145,7 @@ def _extended(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
     parent = tree.pop(_EXTENDS)
     if not isinstance(parent, str):
         raise ConfigError(f"{_EXTENDS} in {path} must be a recipe's name or path, not {parent!r}")
-    base = find(str(path.parent / parent) if _is_path(parent) else parent).resolve()
+    base = find(beside(path, parent)).resolve()
     chain = (*below, path.resolve())
     if base in chain:
         raise ConfigError(f"{path} extends itself, by way of {base}")
@@ -165,7 +179,7 @@ def _apply(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
         key, sign, value = text.partition("=")
         if not sign or not key:
             raise ConfigError(f"'{text}' is no override; write key.sub=value")
-        parsed = _scalar(key, value)
+        parsed = parse_value(key, value)
         if key in changes and changes[key] != parsed:
             raise ConfigError(f"{key} is given twice, as {changes[key]!r} and as {parsed!r}")
         changes[key] = parsed
@@ -177,11 +191,29 @@ def _apply(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     return out
 
 
-def _scalar(key: str, text: str) -> Any:
+def parse_value(key: str, text: str) -> Any:
+    """The value that ``text`` is in YAML, given for ``key``.
+
+    Raises:
+        ConfigError: for text that is not YAML.
+    """
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"the value of {key} cannot be read as YAML: {one_line(error)}") from error
+
+
+def _is_small(tree: Any) -> bool:
+    """Whether a tree has no more values than a file of ours ever has: a few aliases of aliases are more than memory."""
+    left, waiting = _MOST_VALUES, [tree]
+    while waiting and len(waiting) <= left:
+        value = waiting.pop()
+        left -= 1
+        if isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+    return not waiting
 
 
 def _copy(value: Any) -> Any:

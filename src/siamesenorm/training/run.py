@@ -5,27 +5,28 @@ from __future__ import annotations
 import json
 import logging
 import platform
-import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.utils import logging as hf_logging
 
+from siamesenorm.data import folders
 from siamesenorm.residual import ConfigError
-from siamesenorm.training import parallel
-from siamesenorm.training.build import check, parameter_counts
+from siamesenorm.training import card, form, parallel
+from siamesenorm.training.build import check, empty_model, parameter_counts
 from siamesenorm.training.display import Display, Silent
 from siamesenorm.training.events import Listener, NonFiniteError, Step
 from siamesenorm.training.plot import loss_curve
+from siamesenorm.training.probes_file import ProbesFile
 from siamesenorm.training.processes import Processes, together
 from siamesenorm.training.recipe import Recipe, digest
 from siamesenorm.training.run_folder import MetricsFile, RunFolder, read_metrics
+from siamesenorm.training.saved import no_progress_bars
 from siamesenorm.training.settings import device_of, scheme_of
 from siamesenorm.training.tasks import Evaluation, Task, task_of
 from siamesenorm.training.trackers import Trackers, Tracking
@@ -76,7 +77,7 @@ def train(
         SaveError: where a checkpoint cannot be written.
     """
     tracking = tracking or Tracking()
-    with _no_progress_bars():
+    with no_progress_bars():
         check(recipe)
     device = device_of(recipe)
     with quiet_engine(verbose), together(device) as processes, ExitStack() as stack:
@@ -123,7 +124,7 @@ class _Session:
     def run(self) -> Result:
         """Train, and save the model of a run that reaches its end."""
         recipe, folder = self.recipe, self.folder
-        with _no_progress_bars():
+        with no_progress_bars():
             model = parallel.place(recipe, self.device, self.processes)
         total, _ = parameter_counts(model)
         how = parallel.strategy(recipe, self.processes.count)
@@ -136,6 +137,7 @@ class _Session:
         trackers = self.processes.first_only(lambda: self.tracking.open(folder.path, recipe, display.warn))
         for place in trackers.places if trackers else ():
             display.note(f"figures also go to {place}")
+        self.processes.first(self._save_form)
         log = RunLog(folder, recipe, display, trackers) if self.processes.is_first else Unheard()
         summary: dict[str, Any] | None = None
         try:
@@ -158,6 +160,17 @@ class _Session:
             if trackers:
                 trackers.close(summary)
 
+    def _save_form(self) -> None:
+        """Keep what is saved with a model, so that its checkpoints can be exported without the data."""
+        self.folder.checkpoints.mkdir(parents=True, exist_ok=True)
+        self.folder.write_origin(self.recipe)
+        if self.folder.form.is_dir():
+            return
+        with no_progress_bars():
+            empty = empty_model(self.recipe)
+            with folders.made_whole(self.folder.form, replace=True) as unfinished:
+                self.task.save_form(empty, self.data, unfinished)
+
     def _fit(self, model: Any, listener: Listener) -> Outcome:
         from siamesenorm.training import engine
 
@@ -170,8 +183,24 @@ class _Session:
             device=self.device,
             listener=listener,
             validate=lambda: self._validate(model),
+            probe=self._prober(model) if self.recipe.train.probe_every is not None else None,
             processes=self.processes,
         )
+
+    def _prober(self, model: Any) -> Callable[[], Sequence[Mapping[str, Any]]]:
+        """Looks into the model, on the first process, always by the same batch of what was held out."""
+        from siamesenorm import probes
+
+        if not self.processes.is_first:
+            return lambda: ()
+        batches = self.task.probe_batches(
+            model,
+            self.data,
+            device=self.device,
+            batch_size=parallel.micro_batch_size(self.recipe, self.processes.count),
+            count=1,
+        )
+        return lambda: probes.site_table(model, batches)
 
     def _validate(self, model: Any) -> Evaluation:
         return self.task.validate(
@@ -189,12 +218,22 @@ class _Session:
     def _finish(self, model: Any, validation: Evaluation) -> dict[str, Any]:
         task, folder = self.task, self.folder
         model.eval()
-        with _no_progress_bars():
-            _save_whole(folder.model, lambda path: task.save(model, self.data, path))
+        with no_progress_bars(), folders.made_whole(folder.model, replace=True) as unfinished:
+            form.fill(folder.form, model, unfinished)
         self._plot()
         summary = self._summary(model, validation)
-        with _no_progress_bars():
+        with no_progress_bars():
             summary |= task.show(model, self.data, folder.path, self.display.note)
+        averaged = self.recipe.train.ema_decay is not None
+        card.write(
+            folder.model,
+            self.recipe,
+            summary,
+            step=summary["steps"],
+            averaged=averaged,
+            params=summary["params"],
+            from_folder=folder.starts_from_a_folder(),
+        )
         # Last of all: with a summary, the run counts as finished.
         folder.write_summary(summary)
         written: dict[str, Any] = json.loads(folder.summary.read_text())
@@ -275,10 +314,14 @@ class Unheard:
 
 
 class RunLog:
-    """Hears each step from the engine; writes ``metrics.jsonl`` and passes it on to the display and the trackers."""
+    """Hears each step from the engine; writes it down and passes it on to the display and the trackers.
+
+    That is ``metrics.jsonl``, and ``probes.parquet`` where the recipe asks for it.
+    """
 
     def __init__(self, folder: RunFolder, recipe: Recipe, display: Display, trackers: Trackers | None = None) -> None:
         self._metrics = MetricsFile(folder.metrics)
+        self._probes = ProbesFile(folder.probes) if recipe.train.probe_every is not None else None
         self._steps = recipe.train.steps
         self._display = display
         self._trackers = trackers or Trackers({}, display.warn)
@@ -287,6 +330,8 @@ class RunLog:
     def resumed(self, step: int) -> None:
         """Cut what a resumed run will write again, and start the display."""
         self._metrics.open_after(step)
+        if self._probes is not None:
+            self._probes.open_after(step)
         if step:
             self._display.note(f"going on after step {step}")
         self._trackers.resumed(step)
@@ -314,6 +359,8 @@ class RunLog:
                 f"step {step.step} is skipped: its loss is {step.loss} and its gradient norm {step.grad_norm}"
             )
         self._metrics.append(line)
+        if self._probes is not None and step.sites:
+            self._probes.append(step.step, step.sites)
         now = time.monotonic()
         if now - self._flushed > _FLUSH_EVERY_SECONDS:
             self._metrics.flush()
@@ -352,24 +399,3 @@ def quiet_engine(verbose: bool) -> Iterator[None]:
             yield
         finally:
             logger.setLevel(level)
-
-
-def _save_whole(path: Path, save: Callable[[Path], None]) -> None:
-    """Save a model's folder under another name until it is whole."""
-    unfinished = path.with_name(f".{path.name}-unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    save(unfinished)
-    shutil.rmtree(path, ignore_errors=True)
-    unfinished.rename(path)
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Without transformers' own bars, which would break up the output of a run."""
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            hf_logging.enable_progress_bar()

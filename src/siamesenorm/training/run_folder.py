@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from siamesenorm.data.files import write_whole
+from siamesenorm.data.files import finite, write_whole
+from siamesenorm.data.folders import lock
 from siamesenorm.residual import ConfigError
 from siamesenorm.training.recipe import Recipe, flatten, from_mapping
 from siamesenorm.training.recipe_files import dump, read
@@ -19,7 +19,10 @@ _MISSING = object()
 
 
 class RunFolder:
-    """The folder of one run: ``config.yaml``, ``metrics.jsonl``, ``summary.json``, ``checkpoints/`` and ``model/``."""
+    """The folder of one run: ``config.yaml``, ``metrics.jsonl``, ``summary.json``, ``checkpoints/`` and ``model/``.
+
+    With ``train.probe_every``, ``probes.parquet`` too.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -27,8 +30,11 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"
+        self.form = self.checkpoints / "form"
+        self.origin = self.checkpoints / "origin.json"
         self.model = path / "model"
         self.loss_plot = path / "loss.png"
+        self.probes = path / "probes.parquet"
 
     def recipe(self) -> Recipe:
         """The recipe of the run that is here.
@@ -39,6 +45,20 @@ class RunFolder:
         if not self.config.is_file():
             raise ConfigError(f"{self.path} holds no run: there is no {self.config.name} in it")
         return from_mapping(read(self.config))
+
+    def write_origin(self, recipe: Recipe) -> None:
+        """Write down whether the model that a run starts from is a folder here, while it is known."""
+        origin = recipe.model.pretrained
+        if origin is not None and not self.origin.exists():
+            local = Path(origin).expanduser().exists()
+            write_whole(self.origin, json.dumps({"pretrained_is_a_folder": local}) + "\n")
+
+    def starts_from_a_folder(self) -> bool:
+        """What `write_origin` wrote; a run that did not is taken to start from one."""
+        try:
+            return json.loads(self.origin.read_text())["pretrained_is_a_folder"] is not False
+        except (OSError, ValueError, LookupError, TypeError):
+            return True
 
     def claim(self, recipe: Recipe) -> bool:
         """Make the folder a run of `recipe`, or make sure that it is one; whether it was made one now.
@@ -78,25 +98,23 @@ class RunFolder:
         Raises:
             ConfigError: where another one does.
         """
-        try:
-            import fcntl
-        except ImportError:  # no such locks on this system
-            yield
-            return
-        with (self.path / _LOCK).open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(f"another process is training in {self.path}") from None
+        with (self.path / _LOCK).open("w") as file:
+            if not lock(file, wait=False):
+                raise ConfigError(f"another process is training in {self.path}")
             yield
 
-    def finished_summary(self) -> dict[str, Any] | None:
-        """The summary of a run that has ended well; None where it has not, or diverged and may be taken up again."""
+    def read_summary(self) -> dict[str, Any] | None:
+        """The summary of a run that has ended, well or not; None where there is none."""
         try:
             summary = json.loads(self.summary.read_text())
         except (OSError, ValueError):
             return None
-        return summary if isinstance(summary, dict) and not summary.get("diverged") else None
+        return summary if isinstance(summary, dict) else None
+
+    def finished_summary(self) -> dict[str, Any] | None:
+        """The summary of a run that has ended well; None where it has not, or diverged and may be taken up again."""
+        summary = self.read_summary()
+        return None if summary is None or summary.get("diverged") else summary
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json`` in one piece, numbers that are not finite as null."""
@@ -125,13 +143,11 @@ def model_folder(path: Path) -> Path:
     if not run.config.is_file():
         return path
     if not run.model.is_dir():
-        raise ConfigError(f"the run in {path} has not finished: it has no {run.model.name}/ yet")
+        raise ConfigError(
+            f"the run in {path} has not finished: it has no {run.model.name}/ yet; 'siamesenorm export' makes a model "
+            "of its last checkpoint"
+        )
     return run.model
-
-
-def is_pipeline(model: Path) -> bool:
-    """Whether a saved model's folder holds a pipeline of diffusers, and not a model of transformers."""
-    return (model / "model_index.json").is_file()
 
 
 class MetricsFile:
@@ -180,17 +196,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if isinstance(parsed, dict) and isinstance(parsed.get("step"), int):
             lines.append(parsed)
     return lines
-
-
-def finite(value: Any) -> Any:
-    """`value` with each float that JSON cannot hold turned into None, at any depth."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
-    return value
 
 
 def _show(value: Any) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from siamesenorm.hub.loading import PIPELINE, check_pipeline, is_pipeline
 from siamesenorm.residual import ConfigError, nearest, one_line
-from siamesenorm.training.run_folder import is_pipeline
 
 SAMPLERS = {
     "ddim": "DDIMScheduler",
@@ -43,12 +43,15 @@ def load_pipeline(path: Path) -> Any:
 
     verbosity = logging.get_verbosity()
     if not is_pipeline(path):
-        raise ConfigError(f"'{path}' holds no diffusion model: it has no model_index.json")
+        raise ConfigError(f"'{path}' holds no diffusion model: it has no {PIPELINE}")
+    check_pipeline(path)
     logging.disable_progress_bar()
     # It warns that an autoencoder of pixels is none of its own, and of numbers that JSON keeps as text.
     logging.set_verbosity_error()
     try:
-        pipeline = DiTPipeline.from_pretrained(path, local_files_only=True)
+        pipeline = DiTPipeline.from_pretrained(
+            path, local_files_only=True, use_safetensors=True, trust_remote_code=False
+        )
     except ConfigError:
         raise
     except Exception as error:  # whatever a damaged file makes the readers raise

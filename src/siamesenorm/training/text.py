@@ -6,7 +6,7 @@ import torch
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from siamesenorm.residual import ConfigError
+from siamesenorm.residual import ConfigError, one_line
 from siamesenorm.training.limits import positions_of
 
 
@@ -54,9 +54,18 @@ def generate(
     model.eval()
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []), torch.no_grad():
         torch.manual_seed(seed)
-        out = model.generate(
-            **encoded, max_new_tokens=tokens, do_sample=temperature != 0, streamer=streamer, **sampling
-        )
+        try:
+            # A model's own settings may ask for beams, of which nothing streams.
+            out = model.generate(
+                **encoded,
+                max_new_tokens=tokens,
+                do_sample=temperature != 0,
+                num_beams=1,
+                streamer=streamer,
+                **sampling,
+            )
+        except (ValueError, TypeError, IndexError, ImportError) as error:
+            raise ConfigError(f"the model cannot continue the prompt: {one_line(error)}") from error
     return str(tokenizer.decode(out[0], skip_special_tokens=True))
 
 

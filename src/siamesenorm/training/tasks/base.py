@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from siamesenorm import hosts
+from siamesenorm import hosts, probes
 from siamesenorm.residual import ConfigError
 from siamesenorm.training.processes import ALONE, Processes
 from siamesenorm.training.recipe import Recipe
@@ -130,6 +130,9 @@ class Task(ABC, Generic[R, D]):
     def keep(self, data: D) -> None:
         """Take data that has been looked at elsewhere for this recipe's, where looking is long."""
 
+    def lend(self, other: Task[Any, Any]) -> None:
+        """Let the task of another recipe with the same data keep what this one has looked at so far."""
+
     @abstractmethod
     def pinned(self, data: D) -> R:
         """The recipe with the place and fingerprint of its data in it.
@@ -137,6 +140,12 @@ class Task(ABC, Generic[R, D]):
         Raises:
             ConfigError: where it asks for data with another fingerprint, or for more than there is.
         """
+
+    def blind_loss(self, data: D) -> float | None:
+        """What the held-out loss comes to for the best prediction that ignores its input, in hindsight; ``None`` where
+        there is none to speak of.
+        """
+        return None
 
     @abstractmethod
     def describe(self, data: D) -> str:
@@ -157,8 +166,20 @@ class Task(ABC, Generic[R, D]):
         """The model as it is, on what was held out."""
 
     @abstractmethod
-    def save(self, model: Any, data: D, path: Path) -> None:
-        """Write a whole model to a new folder, in the form that its library reads."""
+    def probe_batches(
+        self, model: Any, data: D, *, device: torch.device, batch_size: int, count: int
+    ) -> list[probes.Batch]:
+        """Up to ``count`` batches of what was held out, for probes: spread evenly over it, and always the same."""
+
+    @abstractmethod
+    def save_form(self, model: Any, data: D, path: Path) -> None:
+        """Write all of a saved model but its weights to a new folder, in the form that its library reads.
+
+        Args:
+            model: one of the recipe's, which may be on the meta device.
+            data: what else is saved with a model comes from it, such as a tokeniser.
+            path: the folder.
+        """
 
     @abstractmethod
     def show(self, model: Any, data: D, folder: Path, note: Callable[[str], None]) -> dict[str, Any]:

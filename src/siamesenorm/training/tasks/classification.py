@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from siamesenorm import probes
 from siamesenorm.data.images import ImageArrays, ImageSplit
 from siamesenorm.residual import ConfigError
-from siamesenorm.training import augment, pictures
-from siamesenorm.training.evaluate import evaluating
+from siamesenorm.training import augment, form, pictures, pretrained
+from siamesenorm.training.evaluate import entropy, evaluating, spread
 from siamesenorm.training.normalise import Normalise
 from siamesenorm.training.processes import ALONE, Processes
 from siamesenorm.training.recipe import ClassificationRecipe
@@ -49,6 +50,7 @@ class Classification(ImageTask[ClassificationRecipe]):
     """An image classifier of transformers, on labelled images."""
 
     head = "ForImageClassification"
+    sizes = ("image_size", "num_channels")
     loss_label = "loss (nats per image)"
 
     def of_data(self, *, needs_data: bool) -> dict[str, Any]:
@@ -77,6 +79,7 @@ class Classification(ImageTask[ClassificationRecipe]):
             if len(numbers) not in (1, channels):
                 raise ConfigError(f"data.{name} has {len(numbers)} numbers for {channels} channels")
         if needs_data:
+            self._check_normalised(channels)
             size = model.config.image_size
             augment.crops(recipe.augment, size, channels, flip=recipe.data.flip)
             augment.eraser(recipe.augment)
@@ -87,6 +90,20 @@ class Classification(ImageTask[ClassificationRecipe]):
                 raise ConfigError(f"augment.shift ({recipe.augment.shift}) moves images of {size} pixels out of sight")
             if recipe.augment.shift and augment.crops(recipe.augment, size, channels, flip=False) is not None:
                 raise ConfigError("augment.shift and augment.random_crop or auto_augment both move the image; use one")
+
+    def _check_normalised(self, channels: int) -> None:
+        """See that a saved model gets its pixels as it had them, where it says how."""
+        if self.recipe.model.pretrained is None:
+            return
+        saved = pretrained.find(self.recipe)
+        if not saved.local or not Normalise.is_in(Path(saved.where)):
+            return
+        its = Normalise.load(Path(saved.where))
+        if its.by_channel(channels) != self.normalise.by_channel(channels):
+            raise ConfigError(
+                f"model.pretrained={saved.name} takes pixels less {list(its.mean)} over {list(its.std)}: give these as "
+                "data.mean and data.std"
+            )
 
     def objective(self, model: Any, data: ImageArrays, device: torch.device) -> ClassObjective:
         """Cross-entropy over images."""
@@ -112,6 +129,10 @@ class Classification(ImageTask[ClassificationRecipe]):
         crop = augment.crops(changes, data.image_size, data.channels, flip=wanted.flip)
         return PixelBatches(data.train, data.sha256, wanted.workers, wanted.flip, changes.shift, crop)
 
+    def blind_loss(self, data: ImageArrays) -> float:
+        """The entropy of the classes, in nats."""
+        return entropy(np.asarray(data.validation.labels)[self.held_out(data)])
+
     def validate(
         self, model: Any, data: ImageArrays, *, device: torch.device, batch_size: int, processes: Processes = ALONE
     ) -> Classified:
@@ -127,9 +148,24 @@ class Classification(ImageTask[ClassificationRecipe]):
             processes=processes,
         )
 
-    def save(self, model: Any, data: ImageArrays, path: Path) -> None:
-        """Model, and how it wants its images."""
-        model.save_pretrained(path)
+    def probe_batches(
+        self, model: Any, data: ImageArrays, *, device: torch.device, batch_size: int, count: int
+    ) -> list[probes.Batch]:
+        """Held-out images."""
+        return image_batches(
+            model,
+            data.validation,
+            self.held_out(data),
+            self.normalise,
+            batch_size=batch_size,
+            count=count,
+            device=device,
+            autocast=autocast_of(self.recipe),
+        )
+
+    def save_form(self, model: Any, data: ImageArrays, path: Path) -> None:
+        """Configuration, and how the model wants its images."""
+        form.save_configuration(model, path)
         self.normalise.save(path, data.image_size, data.channels)
 
     def show(self, model: Any, data: ImageArrays, folder: Path, note: Callable[[str], None]) -> dict[str, Any]:
@@ -198,6 +234,34 @@ def logits_of(
         with autocasting(device.type, autocast):
             logits = model(pixel_values=images).logits
         yield logits.float(), torch.from_numpy(labels).to(device), counting.to(device)
+
+
+def image_batches(
+    model: Any,
+    split: ImageSplit,
+    numbers: np.ndarray,
+    normalise: Callable[[Tensor], Tensor],
+    *,
+    batch_size: int,
+    count: int,
+    device: torch.device,
+    autocast: torch.dtype | None = None,
+) -> list[probes.Batch]:
+    """Images by number for probes, in up to ``count`` batches, spread evenly over all; the rest as `classify`."""
+    chosen = numbers[spread(len(numbers), min(len(numbers), count * batch_size))]
+
+    def batch(rows: np.ndarray) -> probes.Batch:
+        pixels, labels = split.batch(rows)
+
+        def predict() -> Tensor:
+            images = normalise(torch.from_numpy(pixels).to(device))
+            with autocasting(device.type, autocast):
+                logits: Tensor = model(pixel_values=images).logits
+            return logits
+
+        return probes.categorical(predict, torch.from_numpy(labels).to(device))
+
+    return [batch(chosen[start : start + batch_size]) for start in range(0, len(chosen), batch_size)]
 
 
 def classify(

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from siamesenorm import probes
 from siamesenorm.data import images, latents
 from siamesenorm.data.images import ImageArrays
 from siamesenorm.data.latents import LatentArrays
 from siamesenorm.residual import ConfigError
-from siamesenorm.training import pictures, sampling
+from siamesenorm.training import form, pictures, sampling
 from siamesenorm.training.evaluate import evaluating, spread
 from siamesenorm.training.frechet import Judge, check_judge, distance, judge_for
 from siamesenorm.training.processes import ALONE, Processes
@@ -72,26 +73,50 @@ class Noise:
     def errors(self, out: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor) -> list[Tensor]:
         """Of a model's output for ``xt``: the squared error and the bound of each image, (batch,), in float32."""
         out = out.float()
-        prediction, sigma = out.chunk(2, dim=1) if self.bound is not None else (out, None)
-        is_noise = self.recipe.prediction == "epsilon"
-        target = noise if is_noise else self.scheduler.get_velocity(x0, noise, t)
-        parts = [(prediction - target).square().flatten(1).mean(1)]
+        prediction = self.prediction(out)
+        parts = [(prediction - self.target(x0, noise, t)).square().flatten(1).mean(1)]
         if self.bound is not None:
             kept = self.scheduler.alphas_cumprod.to(t.device)[t].view(-1, 1, 1, 1)
-            if is_noise:
+            if self.recipe.prediction == "epsilon":
                 guess = (xt - (1 - kept).sqrt() * prediction) / kept.sqrt()
             else:
                 guess = kept.sqrt() * xt - (1 - kept).sqrt() * prediction
-            assert sigma is not None
-            parts.append(self.bound(x0, xt, t, guess, sigma))
+            parts.append(self.bound(x0, xt, t, guess, out.chunk(2, dim=1)[1]))
         return parts
+
+    def prediction(self, out: Tensor) -> Tensor:
+        """What of a model's output is compared with `target`: all but what is said of the variance."""
+        return out.chunk(2, dim=1)[0] if self.bound is not None else out
+
+    def target(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        """What is to be predicted, (batch, channels, height, width)."""
+        found: Tensor = noise if self.recipe.prediction == "epsilon" else self.scheduler.get_velocity(x0, noise, t)
+        return found
 
 
 class Diffusion(ImageTask[ImageDiffusionRecipe]):
     """A DiT of diffusers, on labelled images or latents."""
 
     head = None
+    sizes = ("sample_size", "in_channels", "out_channels", "num_embeds_ada_norm")
     loss_label = "squared error of the prediction"
+
+    def build(self, *, needs_data: bool = True) -> Any:
+        """As for all images; a saved model has to have a null class where labels are to be dropped, and only there."""
+        model, recipe = super().build(needs_data=needs_data), self.recipe
+        if recipe.model.pretrained is None:
+            return model
+        dropout = recipe.diffusion.label_dropout
+        if bool(dropout) != (model.null_class is not None):
+            has, wanted = ("no", "0") if dropout else ("a", "above 0")
+            raise ConfigError(
+                f"model.pretrained={recipe.model.pretrained} has {has} null class, so diffusion.label_dropout must be "
+                f"{wanted}, not {dropout:g}"
+            )
+        model.keep_labels()
+        if "class_dropout_prob" in model.config:
+            model.record(class_dropout_prob=dropout)
+        return model
 
     def look(self) -> Any:
         """As for images, or the latents that ``siamesenorm data encode-latents`` made of some."""
@@ -172,20 +197,15 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
     ) -> Denoised:
         """The errors on the held-out images, each with a noise and a time step of its own that never change."""
         noise = Noise(self.recipe.diffusion)
-        low, timesteps = autocast_of(self.recipe), self.recipe.diffusion.timesteps
+        low = autocast_of(self.recipe)
         totals = torch.zeros(3, dtype=torch.float64, device=device)
         numbers = self.held_out(data)
         with evaluating(model):
             for rows, counting in processes.shares(len(numbers), batch_size):
-                indices = numbers[rows]
-                generators = [torch.Generator().manual_seed(int(index)) for index in indices]
-                x0, labels = _held_out_batch(data, indices, generators)
-                x0 = x0.to(device)
-                drawn = torch.stack([torch.randn(x0.shape[1:], generator=each) for each in generators]).to(device)
-                t = torch.stack([torch.randint(timesteps, (), generator=each) for each in generators]).to(device)
+                x0, drawn, t, labels = self._noisy(data, numbers[rows], device)
                 xt = noise.onto(x0, drawn, t)
                 with autocasting(device.type, low):
-                    out = model(hidden_states=xt, timestep=t, class_labels=labels.to(device)).sample
+                    out = model(hidden_states=xt, timestep=t, class_labels=labels).sample
                 parts = noise.errors(out, x0, xt, drawn, t)
                 sums = [part[counting.to(device)].double().sum() for part in parts]
                 totals[: len(sums)] += torch.stack(sums)
@@ -194,9 +214,42 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
         learned = self.recipe.diffusion.learned_sigma
         return Denoised(loss / count, variational / count if learned else None, int(count))
 
-    def save(self, model: Any, data: Any, path: Path) -> None:
-        """A pipeline of diffusers: model, autoencoder and scheduler."""
-        self._pipeline(model, data).save_pretrained(path)
+    def _noisy(self, data: Any, indices: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Held-out images by number, a noise and a time step for each that never change, and their labels."""
+        generators = [torch.Generator().manual_seed(int(index)) for index in indices]
+        x0, labels = _held_out_batch(data, indices, generators)
+        drawn = torch.stack([torch.randn(x0.shape[1:], generator=each) for each in generators])
+        timesteps = self.recipe.diffusion.timesteps
+        t = torch.stack([torch.randint(timesteps, (), generator=each) for each in generators])
+        return x0.to(device), drawn.to(device), t.to(device), labels.to(device)
+
+    def probe_batches(
+        self, model: Any, data: Any, *, device: torch.device, batch_size: int, count: int
+    ) -> list[probes.Batch]:
+        """Held-out images, with the noise and time steps that they are validated with."""
+        noise, low = Noise(self.recipe.diffusion), autocast_of(self.recipe)
+        numbers = self.held_out(data)
+        numbers = numbers[spread(len(numbers), min(len(numbers), count * batch_size))]
+
+        def batch(indices: np.ndarray) -> probes.Batch:
+            x0, drawn, t, labels = self._noisy(data, indices, device)
+            xt, target = noise.onto(x0, drawn, t), noise.target(x0, drawn, t)
+
+            def predict() -> Tensor:
+                with autocasting(device.type, low):
+                    out = model(hidden_states=xt, timestep=t, class_labels=labels).sample
+                return noise.prediction(out.float())
+
+            def loss(prediction: Tensor) -> Tensor:
+                return (prediction - target).square().flatten(1).mean(1).sum()
+
+            return probes.unit_gaussian(predict, loss, len(indices))
+
+        return [batch(numbers[start : start + batch_size]) for start in range(0, len(numbers), batch_size)]
+
+    def save_form(self, model: Any, data: Any, path: Path) -> None:
+        """A pipeline of diffusers: autoencoder, scheduler and the model's configuration."""
+        form.save_pipeline(self._pipeline(model, data), path)
 
     def _pipeline(self, model: Any, data: Any) -> Any:
         from diffusers import DiTPipeline
@@ -207,13 +260,13 @@ class Diffusion(ImageTask[ImageDiffusionRecipe]):
         autoencoder = PixelAutoencoder() if pixels else data.autoencoder().model
         sampler = Noise(self.recipe.diffusion).sampler
         names = dict(enumerate(data.classes))
-        pipeline = DiTPipeline(model, autoencoder.to(model.device), sampler, id2label=names)
+        pipeline = DiTPipeline(model, autoencoder, sampler, id2label=names)
         pipeline.register_to_config(id2label=names)
         return pipeline
 
     def show(self, model: Any, data: Any, folder: Path, note: Callable[[str], None]) -> dict[str, Any]:
         """A sheet of samples at each guidance scale, and the Fréchet distance of many to the held-out images."""
-        wanted, pipeline = self.recipe.sample, self._pipeline(model, data)
+        wanted, pipeline = self.recipe.sample, self._pipeline(model, data).to(model.device)
 
         def draw(labels: list[int], guidance: float) -> np.ndarray:
             return sampling.draw(

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from siamesenorm import hosts
 from siamesenorm.data import images
 from siamesenorm.data.images import ImageSplit
 from siamesenorm.residual import ConfigError
+from siamesenorm.training import pretrained
 from siamesenorm.training.augment import flipped, shifted
 from siamesenorm.training.evaluate import spread
 from siamesenorm.training.example import forward_inputs
@@ -32,13 +33,15 @@ class ImageTask(Task[R, Any]):
 
     counts_images = True
     head: str | None
+    # Those keys of `of_data` that a saved model must already have as the data says.
+    sizes: ClassVar[tuple[str, ...]]
 
     def build(self, *, needs_data: bool = True) -> Any:
-        """The model, made for the size and the classes of the data."""
+        """The model, made for the size and the classes of the data; a saved one must have been made for them."""
         recipe = self.recipe
         require_host(recipe, self.head)
         if recipe.model.pretrained is not None:
-            raise ConfigError("model.pretrained is for language models; a model of images starts from its own seed")
+            return self._saved(needs_data=needs_data)
         config = self.of_data(needs_data=needs_data)
         for key, value in config.items():
             given = recipe.model.config.get(key, value)
@@ -47,6 +50,22 @@ class ImageTask(Task[R, Any]):
         torch.manual_seed(recipe.seed)
         whole = {**config, **recipe.model.config}
         return hosts.build(recipe.model.host, whole, recipe.model.scheme, dict(recipe.model.options))
+
+    def _saved(self, *, needs_data: bool) -> Any:
+        recipe = self.recipe
+        saved = pretrained.find(recipe)
+        torch.manual_seed(recipe.seed)
+        model = saved.build()
+        if needs_data:
+            wanted, data = self.of_data(needs_data=True), self.images
+            for key in self.sizes:
+                own, value = getattr(model.config, key), wanted[key]
+                # A square may be written as its height and width.
+                if own != value and own not in ([value, value], (value, value)):
+                    raise ConfigError(f"{key} of model.pretrained={saved.name} is {own!r}, and the data says {value!r}")
+            if saved.class_names is not None:
+                require_classes(saved.class_names, data.classes, data.source)
+        return model
 
     @abstractmethod
     def of_data(self, *, needs_data: bool) -> dict[str, Any]:
@@ -76,6 +95,11 @@ class ImageTask(Task[R, Any]):
     def keep(self, data: Any) -> None:
         """Not look again."""
         self.images = data
+
+    def lend(self, other: Task[Any, Any]) -> None:
+        """The images, where they have been looked through."""
+        if "images" in vars(self):
+            other.keep(self.images)
 
     def pinned(self, data: Any) -> R:
         """The recipe with the fingerprint of its images in it."""

@@ -12,14 +12,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from siamesenorm import hosts
+from siamesenorm import hosts, probes
 from siamesenorm.data import arrays as token_arrays
 from siamesenorm.data import corpus
 from siamesenorm.data.shards import TokenArrays
 from siamesenorm.residual import ConfigError
-from siamesenorm.training import pretrained, text
+from siamesenorm.training import form, pretrained, text
 from siamesenorm.training.documents import DocumentMask
-from siamesenorm.training.evaluate import IGNORED, Evaluation, evaluate, held_out_sequences, summed_loss
+from siamesenorm.training.evaluate import (
+    IGNORED,
+    Evaluation,
+    entropy,
+    evaluate,
+    held_out_sequences,
+    summed_loss,
+    text_batches,
+)
 from siamesenorm.training.example import forward_inputs
 from siamesenorm.training.limits import check_length, check_vocabulary, positions_of
 from siamesenorm.training.processes import ALONE, Processes
@@ -44,11 +52,12 @@ class CausalLM(Task[TextRecipe, TokenArrays]):
         recipe = self.recipe
         require_host(recipe, "ForCausalLM")
         if recipe.model.pretrained is not None:
-            saved = pretrained.find(recipe)
+            saved = pretrained.text_model(recipe)
             if needs_data:
                 saved.check_size(token_arrays.vocabulary(recipe.data.source))
             torch.manual_seed(recipe.seed)
-            return saved.build()
+            model: PreTrainedModel = saved.build()
+            return model
         if not needs_data and "vocab_size" in recipe.model.config:
             unknown = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
             return self._new({**unknown, **recipe.model.config})
@@ -82,7 +91,7 @@ class CausalLM(Task[TextRecipe, TokenArrays]):
         """Refuse sequences that are too long, another tokeniser, or documents that the model cannot keep apart."""
         recipe = self.recipe
         if recipe.model.pretrained is not None and needs_data:
-            pretrained.find(recipe).check_tokenizer(recipe.data.source)
+            pretrained.text_model(recipe).check_tokenizer(recipe.data.source)
         check_length(model, recipe.data.sequence_length, "data.sequence_length")
         if recipe.data.document_masking:
             # What a mask can be put into does not depend on the token that ends a document.
@@ -128,6 +137,10 @@ class CausalLM(Task[TextRecipe, TokenArrays]):
         wanted = self.recipe.data
         return held_out_sequences(data.held_out(), wanted.sequence_length, wanted.validation_sequences)
 
+    def blind_loss(self, data: TokenArrays) -> float:
+        """The entropy of the tokens that are predicted, in nats: what their frequencies alone tell of them."""
+        return entropy(self._held_out(data)[:, 1:])
+
     def describe(self, data: TokenArrays) -> str:
         """The corpus."""
         return (
@@ -165,9 +178,23 @@ class CausalLM(Task[TextRecipe, TokenArrays]):
             processes=processes,
         )
 
-    def save(self, model: PreTrainedModel, data: TokenArrays, path: Path) -> None:
-        """Model and tokeniser."""
-        model.save_pretrained(path)
+    def probe_batches(
+        self, model: PreTrainedModel, data: TokenArrays, *, device: torch.device, batch_size: int, count: int
+    ) -> list[probes.Batch]:
+        """Held-out sequences."""
+        return text_batches(
+            model,
+            self._held_out(data),
+            batch_size=batch_size,
+            count=count,
+            device=device,
+            autocast=autocast_of(self.recipe),
+            mask=DocumentMask(data.vocabulary.eos_id) if self.recipe.data.document_masking else None,
+        )
+
+    def save_form(self, model: PreTrainedModel, data: TokenArrays, path: Path) -> None:
+        """Configuration and tokeniser."""
+        form.save_configuration(model, path)
         data.tokenizer(positions_of(model)).save_pretrained(path)
 
     def show(
