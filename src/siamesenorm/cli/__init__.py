@@ -14,7 +14,19 @@ _SECONDS_TO_SPEAK = 10
 
 
 def _app() -> typer.Typer:
-    from siamesenorm.cli import bench, data, generate, inspect, sample, train
+    from siamesenorm.cli import (
+        bench,
+        data,
+        export,
+        generate,
+        import_official,
+        inspect,
+        probe,
+        sample,
+        study,
+        train,
+        upcycle,
+    )
     from siamesenorm.cli import eval as evaluate
 
     app = typer.Typer(
@@ -29,7 +41,12 @@ def _app() -> typer.Typer:
     app.command("generate")(generate.generate)
     app.command("sample")(sample.sample)
     app.command("inspect")(inspect.inspect)
+    app.command("study")(study.study)
+    app.command("probe")(probe.probe)
     app.command("bench")(bench.bench)
+    app.command("upcycle")(upcycle.upcycle)
+    app.command("import-official")(import_official.import_official)
+    app.command("export")(export.export)
     app.add_typer(data.app)
     return app
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from siamesenorm.cli.options import Json, ModelOrRun, bar, load_model, load_tokenizer, model_and_recipe, print_json
+from siamesenorm.cli.options import Json, ModelOrRun, bar, load, model_and_recipe, print_json
 
 
 def evaluate(
@@ -30,38 +30,72 @@ def evaluate(
         int | None, typer.Option(min=1, help="How many, spread over the held-out ones; default: the run's, else all.")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences or images at a time.")] = 8,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME_OR_FILE,...",
+            help="Measure a language model on these tasks of lm-eval instead, with commas between or given again: "
+            "their names, task files, or paper. Files may hold code.",
+        ),
+    ] = None,
+    shots: Annotated[
+        int | None, typer.Option(min=0, help="Examples before each question; default: the task's.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Of each task, only the first so many examples.")] = None,
     json: Json = False,
 ) -> None:
-    """Measure a model on what was held out: loss and perplexity of text, accuracy and loss of images."""
+    """Measure a model on what was held out: loss and perplexity of text, accuracy and loss of images; or on tasks.
+
+    The results on tasks are kept beside the model, in evaluations.json, and in its card.
+    """
     from siamesenorm.residual import ConfigError
-    from siamesenorm.training.example import sees_images
-    from siamesenorm.training.run_folder import is_pipeline
+    from siamesenorm.training.subjects import find
 
     path, recipe = model_and_recipe(model_or_run)
-    if is_pipeline(path):
-        for name, given in (("--source", source), ("--sequence-length", sequence_length), ("--sequences", sequences)):
+    if tasks is not None:
+        held_out = {
+            "--source": source, "--sequence-length": sequence_length, "--sequences": sequences, "--images": images,
+        }  # fmt: skip
+        for name, given in held_out.items():
             if given is not None:
-                raise ConfigError(f"{name} is not for diffusion models")
-        if recipe is None:
-            raise ConfigError(f"'{path}' is a diffusion model without its run, whose data it would be measured on")
-        facts = _denoise(path, recipe, images, batch_size)
-    else:
-        model = load_model(path)
-        if not sees_images(model):
-            if images is not None:
-                raise ConfigError("--images is for models of images; --sequences chooses how much text")
-            facts = _read(path, model, recipe, source, sequence_length, sequences, batch_size)
-        else:
-            for name, given in (("--sequence-length", sequence_length), ("--sequences", sequences)):
-                if given is not None:
-                    raise ConfigError(f"{name} is for language models; --images chooses how many images")
-            facts = _look(path, model, recipe, source, images, batch_size)
+                raise ConfigError(f"{name} is about held-out data, and --tasks bring their own")
+        names = [name.strip() for each in tasks for name in each.split(",")]
+        _on_tasks(path, names, batch_size=batch_size, shots=shots, limit=limit, json=json)
+        return
+    for name, given in {"--shots": shots, "--limit": limit}.items():
+        if given is not None:
+            raise ConfigError(f"{name} is for --tasks")
+    subject = find(path, recipe, source=source, sequence_length=sequence_length, sequences=sequences, images=images)
+    with bar("measured", len(subject)) as advance:
+        facts = subject.measure(batch_size, advance)
     facts["model"] = str(path)
     if json:
         print_json(facts)
         return
     for label, text in _lines(facts):
         print(f"{label:16} {text}")
+
+
+def _on_tasks(
+    path: Path, names: list[str], *, batch_size: int, shots: int | None, limit: int | None, json: bool
+) -> None:
+    from siamesenorm.training import harness
+    from siamesenorm.training.settings import best_device
+
+    harness.check_place(path)
+    model, tokenizer = load(path)
+    results = harness.run(model.to(best_device()), tokenizer, names, batch_size=batch_size, shots=shots, limit=limit)
+    if json:
+        print_json({"tasks": results, "model": str(path)})
+        harness.record(path, results)
+        return
+    for task, metric, value, error, examples, _ in harness.rows(results):
+        print(f"{task:24} {metric:16} {value}{f' ± {error}' if error else ''}{f' over {examples}' if examples else ''}")
+    file = harness.record(path, results)
+    print(f"\nin {file}, and in the model's card")
+    there = harness.recorded(path)
+    if kept := [name for name in results if there[name]["examples"] != results[name]["examples"]]:
+        print(f"but for {', '.join(kept)}: what was measured over all examples stays")
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -81,113 +115,3 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "perplexity", f"{facts['val_ppl']:.4f}"
         yield "bits per byte", f"{facts['bits_per_byte']:.4f}"
         yield "corpus", f"{facts['corpus']}, sha256 {facts['corpus_sha256']}"
-
-
-def _read(
-    path: Path,
-    model: Any,
-    recipe: Any,
-    source: str | None,
-    sequence_length: int | None,
-    sequences: int | None,
-    batch_size: int,
-) -> dict[str, Any]:
-    """A language model on held-out text."""
-    from siamesenorm.data import arrays as token_arrays
-    from siamesenorm.data import corpus
-    from siamesenorm.data.tokenizer import fingerprint
-    from siamesenorm.residual import ConfigError
-    from siamesenorm.training.documents import DocumentMask
-    from siamesenorm.training.evaluate import evaluate as measure
-    from siamesenorm.training.evaluate import held_out_sequences
-    from siamesenorm.training.limits import check_length, check_vocabulary, positions_of
-    from siamesenorm.training.settings import autocast_of, best_device
-
-    tokenizer = load_tokenizer(path)
-    source = source or (recipe.data.source if recipe else corpus.NAME)
-    check_vocabulary(model.config.vocab_size, token_arrays.vocabulary(source))
-    arrays = token_arrays.prepare(source)
-    if fingerprint(tokenizer) != arrays.tokenizer_sha256:
-        raise ConfigError(f"the corpus {arrays.source} is cut by another tokeniser than the model in {path} has")
-    length = sequence_length or (recipe.data.sequence_length if recipe else min(256, positions_of(model) or 256))
-    check_length(model, length, "--sequence-length")
-    if sequences is None and recipe is not None and sequence_length is None:
-        sequences = recipe.data.validation_sequences
-    mask = DocumentMask(arrays.vocabulary.eos_id) if recipe is not None and recipe.data.document_masking else None
-    if mask is not None:
-        mask.check(model, length)
-    device = best_device()
-    found = measure(
-        model.to(device),
-        held_out_sequences(arrays.held_out(), length, sequences),
-        batch_size=batch_size,
-        device=device,
-        autocast=autocast_of(recipe) if recipe else None,
-        mask=mask,
-    )
-    return {
-        **found.figures(),
-        "bits_per_byte": found.bits_per_byte(arrays.held_out_bytes_per_token),
-        "sequence_length": length,
-        "corpus": arrays.source,
-        "corpus_sha256": arrays.sha256,
-    }
-
-
-def _look(
-    path: Path, model: Any, recipe: Any, source: str | None, count: int | None, batch_size: int
-) -> dict[str, Any]:
-    """An image classifier on held-out images."""
-    from siamesenorm.data import digits
-    from siamesenorm.data import images as image_sets
-    from siamesenorm.training.normalise import Normalise
-    from siamesenorm.training.settings import autocast_of, best_device
-    from siamesenorm.training.tasks.classification import classify
-    from siamesenorm.training.tasks.images import chosen, require_classes
-
-    config, own = model.config, recipe.data if recipe else None
-    found = image_sets.prepare(
-        source or (own.source if own else digits.NAME),
-        image_size=config.image_size,
-        channels=config.num_channels,
-        crop_fraction=(own.crop_fraction if own else None) or 1.0,
-    )
-    require_classes(config.id2label, found.classes, found.source)
-    if count is None and own is not None and source is None:
-        count = own.validation_images
-    numbers = chosen(found.validation, count, "--images")
-    device = best_device()
-    with bar("images", len(numbers)) as advance:
-        measured = classify(
-            model.to(device),
-            found.validation,
-            numbers,
-            Normalise.load(path),
-            batch_size=batch_size,
-            device=device,
-            autocast=autocast_of(recipe) if recipe else None,
-            progress=advance,
-        )
-    return {**measured.figures(), "images_source": found.source, "images_sha256": found.sha256}
-
-
-def _denoise(path: Path, recipe: Any, count: int | None, batch_size: int) -> dict[str, Any]:
-    """A diffusion model on the held-out images of its run."""
-    from dataclasses import replace
-
-    from siamesenorm.training.processes import ALONE
-    from siamesenorm.training.sampling import load_pipeline
-    from siamesenorm.training.settings import best_device
-    from siamesenorm.training.tasks import task_of
-    from siamesenorm.training.tasks.images import chosen
-
-    data = task_of(recipe).load(ALONE)
-    if count is not None:
-        chosen(data.validation, count, "--images")
-        recipe = replace(recipe, data=replace(recipe.data, validation_images=count))
-    task = task_of(recipe)
-    task.pinned(data)
-    device = best_device()
-    model = load_pipeline(path).transformer.to(device)
-    found = task.validate(model, data, device=device, batch_size=batch_size)
-    return {**found.figures(), **task.facts(data, found.figures())}

@@ -163,10 +163,10 @@ def _from_recipe(name: str, overrides: list[str]) -> _Subject:
 
 def _from_folder(path: Path, overrides: list[str]) -> _Subject:
     from siamesenorm.hosts import scheme_of
+    from siamesenorm.hub.loading import is_pipeline
     from siamesenorm.residual import ConfigError
     from siamesenorm.training.example import sees_images
     from siamesenorm.training.limits import positions_of
-    from siamesenorm.training.run_folder import is_pipeline
 
     if overrides:
         raise ConfigError(f"'{overrides[0]}' changes a recipe's values; the model in {path} is as it is")
@@ -188,18 +188,11 @@ def _from_folder(path: Path, overrides: list[str]) -> _Subject:
 def _of_transformers(folder: Path) -> tuple[Any, Any, str]:
     """The model in a folder and the same with Pre-Norm, without weights, and what kind it is."""
     import torch
-    from transformers import AutoConfig
 
     from siamesenorm import hub
     from siamesenorm.hosts import rewire
-    from siamesenorm.residual import ConfigError, one_line
 
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} holds no saved model: it has no config.json")
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"cannot read the model in {folder}: {one_line(error)}") from error
+    config = hub.read_config(folder)
     plain = getattr(config, "residual_scheme", None) is None
     changed = copy.deepcopy(config)
     if not plain:

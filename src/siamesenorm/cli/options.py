@@ -53,9 +53,10 @@ def load(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     Raises:
         ConfigError: where either cannot be loaded.
     """
+    from siamesenorm.hub.loading import is_pipeline
     from siamesenorm.residual import ConfigError
     from siamesenorm.training.example import sees_images
-    from siamesenorm.training.run_folder import is_pipeline
+    from siamesenorm.training.saved import load_model, load_tokenizer
 
     if is_pipeline(path):
         raise ConfigError(f"'{path}' holds a diffusion model; siamesenorm sample draws from it")
@@ -63,38 +64,6 @@ def load(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if sees_images(model):
         raise ConfigError(f"'{path}' holds an image classifier, which writes no text")
     return model, load_tokenizer(path)
-
-
-def load_model(path: Path) -> PreTrainedModel:
-    """A saved model of transformers, without transformers' own progress bar.
-
-    Raises:
-        ConfigError: where it cannot be loaded.
-    """
-    from transformers.utils import logging
-
-    from siamesenorm import hub
-
-    logging.disable_progress_bar()
-    model: PreTrainedModel = hub.load(path)
-    return model
-
-
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokeniser saved with a model.
-
-    Raises:
-        ConfigError: where it cannot be loaded.
-    """
-    from transformers import AutoTokenizer
-
-    from siamesenorm.residual import ConfigError, one_line
-
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # the readers raise whatever a broken file leads them to
-        raise ConfigError(f"no tokeniser can be loaded from {path}: {one_line(error)}") from error
-    return tokenizer
 
 
 @contextmanager
@@ -116,6 +85,6 @@ def print_json(value: dict[str, Any]) -> None:
     """One JSON object on stdout."""
     import json
 
-    from siamesenorm.training.run_folder import finite
+    from siamesenorm.data.files import finite
 
     print(json.dumps(finite(value), indent=2, allow_nan=False))

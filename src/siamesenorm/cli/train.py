@@ -92,6 +92,7 @@ def _report(result: Result) -> None:
         **{folder.path / name: what for name, what in task.files().items()},
         folder.metrics: "every step's figures",
         folder.loss_plot: "the loss over steps",
+        folder.probes: "what passed through each sublayer, every so many steps",
         folder.config: "the recipe as it was run",
         folder.checkpoints: "what a resumed run starts from",
     }
