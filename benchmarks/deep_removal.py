@@ -63,6 +63,8 @@ def measured(path: Path, batches: int) -> list[Removed]:
     folder = StudyFolder(path)
     out: list[Removed] = []
     runs = [run for run in folder.recorded().runs if folder.state(run).status == FINISHED]
+    if not runs:
+        raise SystemExit(f"no run of {path} has finished")
     for run in track(runs, description="models"):
         subject = find(model_folder(folder.run(run).path), folder.run(run).recipe())
         depths = depth_tables(subject.model, subject.batches(8, batches), only=["lens"]).depths

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from siamesenorm.cli import main
+from siamesenorm.training.recipe_files import load
 from tests.cli.test_commands import refused
 from tests.training.tiny import write_recipe
 
@@ -86,6 +87,20 @@ def test_from_text_to_a_model_with_its_own_tokeniser(command):
     command(*PREPARE, "--out", "other", "--train-bpe", "300", "--seed", "1")
     refused(command("eval", "run", "--source", "other"), "another tokeniser")
     refused(command("train", "run/config.yaml", "data.source=other"), "another tokeniser than data.tokenizer_sha256")
+
+
+def test_the_next_command_asks_for_no_more_than_a_small_corpus_has(command):
+    _, out, _ = command(*PREPARE, "--out", "small")
+    held_out = json.loads(Path("small/meta.json").read_text())["validation"]["shards"][0]["tokens"]
+    sequences = held_out // load("lm-tiny", []).data.sequence_length
+    assert sequences > 0
+    assert out.endswith(f"data.source={Path('small')} data.validation_sequences={sequences}\n")
+    write_corpus(Path("corpus.jsonl"), 20)
+    _, out, _ = command(*PREPARE, "--out", "smaller")
+    assert "does not make one sequence of lm-tiny's 256 tokens" in out
+    write_corpus(Path("corpus.jsonl"), 20_000)
+    _, out, _ = command(*PREPARE, "--out", "large")
+    assert out.endswith("next: siamesenorm train data.source=large\n")
 
 
 def test_data_that_changed_between_start_and_resume_is_refused(command):

@@ -10,6 +10,9 @@ import typer
 
 from siamesenorm.cli.options import DEFAULT_RECIPE, Json, bar, print_json, split_arguments
 
+_TIME = ("ms", "tokens/s", "to pre", "to plain", "to host")
+_MEMORY = ("kept MiB", "to pre", "peak MiB", "streams", "floor", "time at floor")
+
 
 def bench(
     arguments: Annotated[
@@ -91,22 +94,22 @@ def _show(facts: dict[str, Any], out: Path | None) -> None:
         "rounds",
         highlight=False,
     )
-    table = Table(box=None, pad_edge=False)
-    for column in ("scheme", "mode"):
-        table.add_column(column)
-    of_time, of_memory = (
-        ("ms a step", "tokens/s", "time to pre", "to plain", "to host"),
-        ("kept MiB", "to pre", "peak MiB"),
-    )
-    for column in (*of_time, *of_memory, "streams", "floor", "time"):
-        table.add_column(column, justify="right")
-    for row in facts["cases"]:
-        table.add_row(row["scheme"], row["mode"], *_cells(row))
-    console.print(table, highlight=False)
+    # Two tables, since one is wider than most terminals.
+    for columns, cells in ((_TIME, _time_cells), (_MEMORY, _memory_cells)):
+        table = Table(box=None, pad_edge=False)
+        for column in ("scheme", "mode"):
+            table.add_column(column)
+        for column in columns:
+            table.add_column(column, justify="right")
+        for row in facts["cases"]:
+            table.add_row(row["scheme"], row["mode"], *cells(row))
+        console.print()
+        console.print(table, highlight=False)
     console.print(
-        "Ratios are medians over rounds, with half the distance between quartiles. Kept: what the forward pass leaves "
-        "for the backward pass. Streams: those that a sublayer reads and writes in both passes, counted; floor: the "
-        f"least for so many streams, and the ratio of times if only that cost anything, at the "
+        "\nRatios are medians over rounds, with half the distance between quartiles: to Pre-Norm in the same mode, to "
+        "the scheme's plain form, to the model as its library has it. Kept: what the forward pass leaves for the "
+        "backward pass. Streams: those that a sublayer reads and writes in both passes, counted; floor: the least for "
+        "so many streams, and the ratio of times if only that cost anything, at the "
         f"{facts['bandwidth'] / 1e9:.1f} GB/s of a large copy.",
         highlight=False,
     )
@@ -114,12 +117,15 @@ def _show(facts: dict[str, Any], out: Path | None) -> None:
         console.print(f"in {out}/: bench.json, bench.png, bench.svg", highlight=False)
 
 
-def _cells(row: dict[str, Any]) -> Iterator[str]:
+def _time_cells(row: dict[str, Any]) -> Iterator[str]:
     yield f"{1e3 * row['seconds']['median']:.1f}"
     yield f"{row['tokens_per_second']:,.0f}"
     yield _ratio(row["time_to_baseline"])
     for other in ("time_to_plain", "time_to_host"):
         yield "" if row[other] is None else _ratio(row[other])
+
+
+def _memory_cells(row: dict[str, Any]) -> Iterator[str]:
     yield f"{row['kept'] / 2**20:.1f}"
     yield f"{row['kept_to_baseline']:.3f}"
     yield f"{row['peak'] / 2**20:.1f}"

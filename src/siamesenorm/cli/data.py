@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from siamesenorm.cli.options import Json, print_json
+from siamesenorm.cli.options import DEFAULT_RECIPE, Json, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -173,4 +173,19 @@ def _report(summary: dict[str, Any], arrays: TokenArrays) -> None:
     print(f"left out         {summary['empty']:,} empty, {summary['skipped']:,} skipped{why}")
     print(f"vocabulary       {summary['vocab_size']:,} tokens, kept as {summary['dtype']}")
     print(f"sha256           {summary['sha256']}")
-    print(f"\nnext: siamesenorm train data.source={arrays.folder}")
+    print(f"\n{_next(arrays)}")
+
+
+def _next(arrays: TokenArrays) -> str:
+    """The command that trains on arrays, with the default recipe; it may ask for more than a small corpus holds out."""
+    from siamesenorm.training.recipe_files import load
+
+    asked = load(DEFAULT_RECIPE, []).data
+    fits = arrays.validation.sequences(asked.sequence_length)
+    if not fits:
+        return (
+            f"next: what is held out does not make one sequence of {DEFAULT_RECIPE}'s {asked.sequence_length} tokens; "
+            "prepare it again with a larger --validation-fraction, or train on shorter sequences"
+        )
+    fewer = "" if fits >= (asked.validation_sequences or 1) else f" data.validation_sequences={fits}"
+    return f"next: siamesenorm train data.source={arrays.folder}{fewer}"
