@@ -23,10 +23,17 @@ PIPELINE = "model_index.json"
 DENOISER = "transformer"
 """The part of a pipeline of diffusers that is its DiT."""
 
-# A repository may hold the same weights in several forms.
+# A repository may hold the same weights in several forms and precisions.
+_OF_DIFFUSERS_MODEL = [
+    "config.json", "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model-*.safetensors",
+    "diffusion_pytorch_model.safetensors.index.json",
+]  # fmt: skip
 _HUB_FILES = [
-    "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "tokenizer*",
+    "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "tokenizer*",
     "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*processor_config.json",
+    # A DiT alone, or a pipeline of one.
+    *_OF_DIFFUSERS_MODEL, PIPELINE, "scheduler/scheduler_config.json",
+    *(f"{part}/{file}" for part in (DENOISER, "vae") for file in _OF_DIFFUSERS_MODEL),
 ]  # fmt: skip
 # What configs lead transformers to that are no models.
 _UNFIT = (
@@ -118,7 +125,9 @@ def read_config(path: str | Path) -> Any:
 
 
 def fetch(name: str) -> Path:
-    """The folder to which a model of transformers is downloaded from the hub: its weights in safetensors, never others.
+    """The folder to which a model is downloaded from the hub: its weights in safetensors, never others.
+
+    That is a model of transformers, or a DiT of diffusers alone or with its pipeline.
 
     Raises:
         ConfigError: it cannot be had.
