@@ -1,4 +1,4 @@
-"""What SiameseNorm is predicted to cost beside Pre-Norm on a GPU that is not at hand, from counts alone.
+"""What SiameseNorm is predicted to cost beside Pre-Norm on a GPU, from counts alone.
 
     python benchmarks/predicted_overhead.py [--bandwidth 4.8e12] [--flops 9.89e14] [--mfu 0.4]
 

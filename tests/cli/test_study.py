@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import pandas
 import pytest
 import yaml
 
@@ -45,6 +47,20 @@ def test_a_study_ends_with_its_advice_and_where_things_are(study):
     code, out, _ = study("--out", "made", "--report-only", "baseline=siamese")
     assert (code, "2 runs: 2 finished" in out) == (0, True)
     assert "difference to siamese" in Path("made/summary.md").read_text()
+
+
+def test_the_command_that_it_ends_with_looks_inside_a_run_of_each_scheme(study, run):
+    _, out, _ = study("schemes=[pre,siamese]", "--out", "made")
+    command = out.splitlines()[-1].removeprefix("to look inside: siamesenorm ")
+    code, out, err = run(*shlex.split(command))
+    assert code == 0, err
+    assert Path("made/inside/report.html").is_file()
+    assert pandas.read_parquet("made/inside/sites.parquet").model.nunique() == 2
+
+
+@pytest.mark.parametrize("words", [["schemes=[pre]"], ["schemes=[pre,siamese]", "keep_models=false"]])
+def test_without_two_models_there_is_nothing_to_look_into(study, words):
+    assert "look inside" not in study(*words, "seeds=[0]", "--out", "made")[1]
 
 
 def test_a_failed_run_is_told_and_the_exit_code_says_so(study):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,9 @@ import typer
 if TYPE_CHECKING:
     from siamesenorm.study.plan import Planned
     from siamesenorm.study.session import Outcome
+
+# More models than these make a figure that nobody can read.
+_COMPARED = 4
 
 
 def study(
@@ -111,6 +115,18 @@ def _tell(outcome: Outcome) -> None:
         (folder.runs, "the runs"),
     ):
         print(f"  {path.name + ('/' if path.is_dir() else ''):16} {what}")
+    if models := _to_look_into(outcome):
+        command = ["siamesenorm", "probe", *map(str, models), "--only", "sites", "--out", str(folder.path / "inside")]
+        print(f"\nto look inside: {shlex.join(command)}")
+
+
+def _to_look_into(outcome: Outcome) -> list[Path]:
+    """A run of each scheme at its best, in one setting; none where models were not kept, or only one was."""
+    best = outcome.comparison.best
+    alike = [each for each in best if outcome.comparison.setting(each) == outcome.comparison.setting(best[0])]
+    runs = [outcome.folder.runs / each.rows[0]["run"] for each in alike if each.is_sound][:_COMPARED]
+    kept = [run for run in runs if (run / "model").is_dir()]
+    return kept if len(kept) > 1 else []
 
 
 def _list(planned: Sequence[Planned], jobs: int) -> None:
