@@ -206,6 +206,16 @@ def test_a_config_with_a_huge_dimension(key, tmp_path, little_memory):
         refused(hub.load, folder, "cannot load the model in")
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_who_loads_a_rewired_model_by_transformers_is_told_too(family, tmp_path, little_memory):
+    folder = changed(
+        saved(tmp_path, rewired(family, "post-pre")), lambda written: written.update(num_hidden_layers=HUGE)
+    )
+    loaders = (transformers.AutoConfig, transformers.AutoModel, transformers.AutoModelForCausalLM)
+    for loader in (*loaders, type(rewired(family, "post-pre"))):
+        refused(loader.from_pretrained, folder, "num_hidden_layers=1,000,000,000, which its weights have not")
+
+
 def test_a_config_with_huge_numbers_of_other_kinds(tmp_path, little_memory):
     def experts(written):
         (key,) = {"num_experts", "num_local_experts"} & written.keys()

@@ -144,7 +144,7 @@ def test_a_folder_that_is_deleted_by_hand_is_said_and_trained_again(make, go):
     assert statuses(report(study, outcome.folder.path)) == ["pending", "finished"]
     again = go(study)
     assert again.watcher.warnings == [
-        f"pre, seed 0: it had ended, and what it left in {gone.path} is gone; it is trained again"
+        f"pre, seed 0: it had ended, and what it left in {gone.path} is gone or not whole; it is trained again"
     ]
     assert [title for title, *_ in again.watcher.over] == ["pre, seed 0"]
     assert (table(again), stamps(again).keys()) == (whole, before.keys())
@@ -172,9 +172,44 @@ def test_a_table_of_another_version_is_left_alone(make, go, name):
     path.unlink()
     again = go(study)
     assert (again.watcher.over, statuses(again)) == ([], ["finished"])
-    (outcome.folder.path / other.pop()).write_text("no table")
-    with pytest.raises(ConfigError, match=r"cannot be read .* move it away"):
+    damaged = outcome.folder.path / other.pop()
+    for content in ("no table", ""):
+        damaged.write_text(content)
+        with pytest.raises(ConfigError, match=r"cannot be read \(\w.*\); move it away"):
+            go(study)
+    damaged.unlink()
+    damaged.mkdir()
+    with pytest.raises(ConfigError, match="is no file; move it away"):
         go(study)
+
+
+@pytest.mark.parametrize("part", ["config.yaml", "metrics.jsonl", "summary.json", "model"])
+def test_a_part_of_a_run_that_is_deleted_by_hand_is_said_and_made_again(make, go, part):
+    study = make("schemes=[pre]", "seeds=[0]")
+    outcome = go(study)
+    lost = outcome.folder.run(study.runs[0]).path / part
+    shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
+    again = go(study)
+    assert len(again.watcher.warnings) == 1
+    assert "is gone or not whole; it is trained again" in again.watcher.warnings[0]
+    assert table(again) == table(outcome)
+    assert lost.exists()
+
+
+def test_a_disk_that_is_full_at_the_end_keeps_the_runs(make, go, monkeypatch):
+    from siamesenorm.study import results
+
+    def full(path, content):
+        raise OSError(28, "No space left on device", str(path))
+
+    study = make("schemes=[pre]", "seeds=[0]")
+    with monkeypatch.context() as patched:
+        patched.setattr(results, "write_whole", full)
+        words = r"cannot be written: No space left on device \(.*\)\. The runs stay as they are; the same command"
+        with pytest.raises(ConfigError, match=words):
+            go(study)
+    again = go(study)
+    assert (again.watcher.over, statuses(again)) == ([], ["finished"])
 
 
 def test_a_folder_is_of_one_study(make, go, tmp_path):

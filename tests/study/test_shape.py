@@ -4,6 +4,7 @@ import pytest
 
 from siamesenorm.residual import ConfigError
 from siamesenorm.study.shape import Shape, solve
+from siamesenorm.study.timing import trial
 from siamesenorm.training.build import check, parameter_counts
 from siamesenorm.training.recipe_files import load
 
@@ -13,9 +14,7 @@ def counted(recipe, changes):
     return parameter_counts(check(made, needs_data=False))[0], made
 
 
-@pytest.mark.parametrize(
-    ("recipe", "layers"), [("lm-tiny", 3), ("lm-tiny", 17), ("moe-tiny", 3), ("vit-tiny", 17), ("dit-tiny", 3)]
-)
+@pytest.mark.parametrize(("recipe", "layers"), [("lm-tiny", 3), ("lm-tiny", 17), ("vit-tiny", 17), ("dit-tiny", 3)])
 def test_the_parameters_are_those_of_the_recipe(recipe, layers):
     base = load(recipe)
     target = parameter_counts(check(base))[0]
@@ -29,6 +28,20 @@ def test_the_parameters_are_those_of_the_recipe(recipe, layers):
     own, other = Shape.of(base), Shape.of(made)
     if recipe != "dit-tiny":
         assert other.mlp / other.width == pytest.approx(own.mlp / own.width, rel=0.35)
+
+
+@pytest.mark.parametrize("layers", [2, 4, 12])
+def test_experts_have_widths_that_their_kernels_take(layers):
+    base = load("moe-tiny")
+    target = parameter_counts(check(base, needs_data=False))[0]
+    changes = solve(Shape(layers), base)
+    assert changes["model.config.hidden_size"] % 8 == changes["model.config.intermediate_size"] % 8 == 0
+    for precision in ("float32", "bfloat16"):
+        count, made = counted("moe-tiny", {**changes, "train.precision": precision})
+        assert count == pytest.approx(target, rel=2e-3)
+        assert trial(made, check(made, needs_data=False)) > 0
+    own, other = Shape.of(base), Shape.of(made)
+    assert 1 / 1.6 < (other.mlp / other.width) / (own.mlp / own.width) < 1.6
 
 
 def test_the_recipes_own_depth_gives_the_recipe():

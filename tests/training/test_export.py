@@ -164,6 +164,8 @@ def test_what_cannot_be_exported_is_refused(tiny, tmp_path, monkeypatch):
     shutil.rmtree(run / "checkpoints" / "form")
     refused("did not write down what is saved beside weights", step=6)
     shutil.rmtree(run / "checkpoints")
+    refused("has ended, and its checkpoints are gone, .* is its model")
+    (run / "summary.json").unlink()
     refused("has no checkpoint yet")
 
 

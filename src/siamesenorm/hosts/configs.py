@@ -7,14 +7,42 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from ..hub import checks
 from ..residual import ConfigError, Scheme, make_scheme
 from .families import all_hosts, get_host
 
 __all__ = ["residual_config", "scheme_from_dict", "scheme_of", "scheme_to_dict"]
 
 _FORMAT = 1
+
+
+class _Checked:
+    """Mixin over a family's config: a folder's is looked at before it is expanded, whoever loads it.
+
+    Raises:
+        ConfigError: in both ways of loading, for a config that asks for more parts than the weights beside it have.
+    """
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+        _check(pretrained_model_name_or_path, kwargs)
+        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)  # type: ignore[misc]
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], **kwargs: Any) -> Any:
+        # The Auto classes come here, with the name of what they load.
+        _check(kwargs.get("name_or_path"), kwargs)
+        return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
+
+
+def _check(name: Any, options: Mapping[str, Any]) -> None:
+    folder = None if not name else Path(name, options.get("subfolder") or "")
+    if folder is not None and any(folder.glob("*.safetensors")) and (folder / "config.json").is_file():
+        written = checks.read_json(folder / "config.json")
+        checks.check_parts(written, checks.weights_in(folder), f"the model in '{folder}'")
 
 
 @functools.cache
@@ -24,7 +52,7 @@ def residual_config(name: str) -> type[Any]:
     host_class = host.config_class()
     return type(
         f"Residual{host_class.__name__}",
-        (host_class,),
+        (_Checked, host_class),
         {
             "__module__": __name__,
             "__doc__": (

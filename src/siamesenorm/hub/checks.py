@@ -17,7 +17,9 @@ from typing import Any
 
 from ..residual import ConfigError, one_line
 
-__all__ = ["Weights", "check_config", "check_size", "check_tokenizer", "header", "read_json", "weights_in"]
+__all__ = [
+    "Weights", "check_config", "check_parts", "check_size", "check_tokenizer", "header", "read_json", "weights_in",
+]  # fmt: skip
 
 _MOST_JSON = 1 << 24
 # The largest vocabularies take some tens of megabytes.
@@ -117,8 +119,8 @@ def read_json(path: Path, most: int = _MOST_JSON) -> Any:
     raise ConfigError(f"cannot read '{path}': more than {most:,} bytes are no such file's")
 
 
-def check_config(written: Mapping[str, Any], weights: Weights | None, where: str) -> None:
-    """Refuse a config that brings code along, or that would be expanded to more parts than its weights have.
+def check_parts(written: Mapping[str, Any], weights: Weights | None, where: str) -> None:
+    """Refuse a config that would be expanded to more parts than its weights have.
 
     Args:
         written: the config as it stands in its file.
@@ -133,6 +135,23 @@ def check_config(written: Mapping[str, Any], weights: Weights | None, where: str
     largest = max((side for shape in shapes.values() if 0 not in shape for side in shape), default=0)
     most = {_PARTS: max(_FEW_PARTS, len(shapes), largest), _NAMES: max(_FEW_NAMES, largest)}
     for key, value in _entries(written):
+        if isinstance(value, int) and any(kind.search(key) and value > limit for kind, limit in most.items()):
+            raise ConfigError(f"cannot load {where}: its config has {key}={value:,}, which its weights have not")
+
+
+def check_config(written: Mapping[str, Any], weights: Weights | None, where: str) -> None:
+    """Refuse a config that brings code along, or that :func:`check_parts` refuses.
+
+    Args:
+        written: the config as it stands in its file.
+        weights: what lies beside it; ``None`` where it is a config alone.
+        where: what it is of, for messages.
+
+    Raises:
+        ConfigError: saying which key.
+    """
+    check_parts(written, weights, where)
+    for key, value in _entries(written):
         if key.endswith("attn_implementation") and value not in _ATTENTION:
             raise ConfigError(
                 f"cannot load {where}: its config asks for attention by {value!r}, which may be code from the hub; "
@@ -140,8 +159,6 @@ def check_config(written: Mapping[str, Any], weights: Weights | None, where: str
             )
         if key.endswith("experts_implementation") and isinstance(value, str) and "/" in value:
             raise ConfigError(f"cannot load {where}: its config asks for experts by {value!r}, which is code elsewhere")
-        if isinstance(value, int) and any(kind.search(key) and value > limit for kind, limit in most.items()):
-            raise ConfigError(f"cannot load {where}: its config has {key}={value:,}, which its weights have not")
     if written.get("transformers_weights") is not None:
         raise ConfigError(
             f"cannot load {where}: its config names the file of its weights, which may be anywhere; take the key "

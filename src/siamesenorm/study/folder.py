@@ -51,7 +51,7 @@ class State:
         summary: what its ``summary.json`` holds, where it ended.
         over_steps: as `siamesenorm.study.verdict.over_steps` gives it.
         memory: bytes that the tensors of a step take at most.
-        vanished: it had ended, and its folder is gone.
+        vanished: it had ended, and its folder, or what every such run leaves in it, is gone.
         failed_at: when it failed, in seconds since 1970.
     """
 
@@ -187,9 +187,19 @@ class StudyFolder:
         if record.get("status") == FAILED:
             return State(FAILED, record.get("why"), failed_at=record.get("at", 0.0))
         ended = record.get("status") in (FINISHED, DIVERGED) and {"why", "over_steps", "memory"} <= record.keys()
-        if summary is None or not ended:
+        if summary is None or not ended or not self._has_all(run, record):
             return State(PENDING, vanished=ended)
         return State(record["status"], record["why"], summary, record["over_steps"], record["memory"])
+
+    def _has_all(self, run: Run, record: Mapping[str, Any]) -> bool:
+        """Whether the table, the figures and other commands find what they read of a run that has ended."""
+        folder = self.run(run)
+        return (
+            folder.config.is_file()
+            # One that diverged in its first step has no figures.
+            and (record["status"] == DIVERGED or folder.metrics.is_file())
+            and (folder.model.is_dir() or not record.get("model"))
+        )
 
     def end(self, run: Run, memory: int, *, keep_model: bool = True) -> State:
         """Write down how a run that has a summary ended, and remove what it would have been resumed from."""
@@ -199,6 +209,7 @@ class StudyFolder:
         why = verdict(summary, figures["loss_lost"])
         state = State(FINISHED if why is None else DIVERGED, why, summary, figures, memory)
         record = {"status": state.status, "why": why, "over_steps": figures, "memory": memory}
+        record["model"] = keep_model and folder.model.is_dir()
         write_whole(self._record(run), json.dumps(record) + "\n")
         for path in (folder.checkpoints, *(() if keep_model else (folder.model,))):
             shutil.rmtree(path, ignore_errors=True)

@@ -384,8 +384,11 @@ def _changed(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
         elif "." in word or word in valid_keys(kind):
             out["set"][word] = value
         else:
-            known = (*words(), *out["axes"], *_OPTIONS, *valid_keys(kind))
-            raise ConfigError(f"unknown axis or key '{word}': {nearest(word, known)}")
+            known = (*words(), *out["axes"], *_OPTIONS)
+            raise ConfigError(
+                f"unknown axis or key '{word}': {nearest(word, known)} Any key of the recipe is one too, with the "
+                "section that it is in: optim.weight_decay"
+            )
     return out
 
 

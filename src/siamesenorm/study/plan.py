@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from siamesenorm.residual import ConfigError
+from siamesenorm.residual import ConfigError, one_line
 from siamesenorm.study.folder import PENDING, StudyFolder
 from siamesenorm.study.grid import Run, Study
 from siamesenorm.study.timing import kind, trial
@@ -93,3 +93,5 @@ def _model(run: Run, pace: float | None) -> _Model:
         return _Model(params, trial(run.recipe, model) if pace is None else pace, None)
     except ConfigError as error:
         return _Model(None, None, str(error))
+    except Exception as error:  # a model's own code may not take sizes that its configuration does
+        return _Model(None, None, f"{type(error).__name__}: {one_line(error)}")

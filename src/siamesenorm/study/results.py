@@ -72,8 +72,10 @@ def check_version(folder: StudyFolder) -> None:
         ConfigError: naming the file, its version and what can be done.
     """
     for path, version_of in ((folder.parquet, _version_of_parquet), (folder.csv, _version_of_csv)):
-        if not path.is_file():
+        if not path.exists():
             continue
+        if not path.is_file():
+            raise ConfigError(f"{path} is no file; move it away, and the table is made from the runs")
         try:
             version = version_of(path)
         except Exception as error:  # whatever a damaged file makes the readers raise
@@ -170,5 +172,7 @@ def _version_of_parquet(path: Path) -> Any:
 
 def _version_of_csv(path: Path) -> Any:
     with path.open(encoding="utf-8", newline="") as file:
-        first = next(csv.DictReader(file))
+        first = next(csv.DictReader(file), None)
+    if first is None:
+        raise ValueError("it has no rows")
     return int(first.get("format_version") or 0)

@@ -112,8 +112,8 @@ def run_study(
         start: how worker processes are started (`Workers`).
 
     Raises:
-        ConfigError: for all that is wrong with the request, before anything is trained.
-        OSError: where the table or the report cannot be written.
+        ConfigError: for all that is wrong with the request, before anything is trained; or where the table or the
+            report cannot be written, after it.
     """
     import torch
 
@@ -147,7 +147,7 @@ def report(study: Study, out: Path) -> Outcome:
     """Write a study's table and report from the runs that are there.
 
     Raises:
-        ConfigError: for a folder that holds no such study.
+        ConfigError: for a folder that holds no such study, or where they cannot be written.
     """
     folder = StudyFolder(out)
     folder.recorded()
@@ -188,7 +188,9 @@ class _Session:
                 continue
             if state.vanished:
                 path = folder.run(run).path
-                display.warn(f"{run.title}: it had ended, and what it left in {path} is gone; it is trained again")
+                display.warn(
+                    f"{run.title}: it had ended, and what it left in {path} is gone or not whole; it is trained again"
+                )
             if state.status == FAILED:
                 display.note(f"{run.title}: it failed ({state.why}), and is tried again")
             todo.append(run)
@@ -280,17 +282,28 @@ def _timed(
 
 
 def _written(study: Study, runs: Sequence[Run], folder: StudyFolder, status: str) -> Outcome:
-    """Make the table and the report, alone, from what is on disk now."""
+    """Make the table and the report, alone, from what is on disk now.
+
+    Raises:
+        ConfigError: where they cannot be written.
+    """
     with folder.alone():
         rows = results.collect(study, runs, folder)
         comparison = compare(study, runs, rows)
-        results.write(rows, folder)
         metrics = {
             run.key: read_metrics(folder.run(run).metrics)
             for run, row in zip(runs, rows, strict=True)
             if row["status"] in (FINISHED, DIVERGED)
         }
-        summary.write(comparison, rows, metrics, folder)
+        try:
+            results.write(rows, folder)
+            summary.write(comparison, rows, metrics, folder)
+        except OSError as error:
+            where = f" ({error.filename})" if error.filename else ""
+            raise ConfigError(
+                f"the table and report of {folder.path} cannot be written: {error.strerror or error}{where}. The runs "
+                "stay as they are; the same command goes on from them"
+            ) from error
     return Outcome(status, folder, comparison, rows)
 
 

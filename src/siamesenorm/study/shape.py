@@ -18,6 +18,12 @@ __all__ = ["EQUAL", "Shape", "solve"]
 EQUAL = 1e-3
 """Parameter counts that differ by no more than this share are called equal."""
 
+# Experts are multiplied in groups, whose kernels take rows of 16 bytes, which are eight numbers of bfloat16.
+_EXPERTS_STEP = 8
+# So their counts are far apart, and this many widths on either side of the closest are tried, with MLPs whose share of
+# the width is changed by no more than this factor.
+_WIDTHS_TRIED, _MOST_CHANGE = 6, 1.6
+
 _WRITTEN = re.compile(r"(\d+)(?:x(\d+)(?:x(\d+(?:\.\d+)?))?)?")
 
 
@@ -64,6 +70,7 @@ def solve(shape: Shape, base: Recipe) -> dict[str, Any]:
     A width that is not given is the one that comes closest to the parameters of ``base`` with the MLP's share of the
     width as it is there; an MLP that is not given makes up for the rest. The number of heads stays, so their width
     follows the model's. As widths are whole numbers, the count can be off by half of what one more unit of the MLP is.
+    In a mixture of experts all widths are multiples of 8, and of several the one is taken that comes closest.
 
     Raises:
         ConfigError: for a width that the heads do not divide, or parameters that no width of so many layers has.
@@ -90,20 +97,39 @@ def solve(shape: Shape, base: Recipe) -> dict[str, Any]:
     def share(width: int) -> float:
         return ratio if keys.mlp_is_ratio else max(round(ratio * width), 1)
 
+    has_experts = any(_get(model.config, name) for name in ("num_experts", "num_local_experts"))
     # The width of a head is even for RoPE, and a quarter of a model's goes to each sine and cosine of an image's grid.
     unit = heads * (4 if keys.mlp_is_ratio else 2)
+    if has_experts:
+        unit = math.lcm(unit, _EXPERTS_STEP)
+
+    def fitted(width: int) -> tuple[float, int]:
+        """The width of the MLP that comes closest to the parameters, with which they grow evenly, and their count."""
+        # A ratio is a fraction of the width.
+        step = 1.0 / width if keys.mlp_is_ratio else _EXPERTS_STEP if has_experts else 1
+        start = share(width) if step < _EXPERTS_STEP else max(round(share(width) / step), 1) * step
+        found = count(width, start)
+        more = count(width, start + step) - found
+        units = round((target - found) / more)
+        return start + units * step, found + units * more
+
+    def distance(width: int) -> tuple[bool, float, float]:
+        """From the parameters that are asked for, where they are not equal, and then from the MLP's share."""
+        mlp, found = fitted(width)
+        change = abs(math.log(mlp / share(width))) if mlp > 0 else math.inf
+        gap = abs(found / target - 1)
+        return change > math.log(_MOST_CHANGE), (0.0 if gap <= EQUAL else gap), change
+
     # Matrices grow with the square of the width, so this is close.
     guess = max(round(own.width * math.sqrt(own.layers / shape.layers) / unit), 1)
     width = shape.width or unit * _nearest(lambda units: count(unit * units, share(unit * units)), target, guess)
     if shape.mlp is not None:
         return changes(width, shape.mlp)
-    # The parameters grow evenly with the width of the MLP, in steps that a ratio is a fraction of.
-    step = 1.0 / width if keys.mlp_is_ratio else 1
-    start = share(width)
-    found = count(width, start)
-    units = round((target - found) / (count(width, start + step) - found))
-    mlp = start + units * step
-    if mlp < step:
+    if has_experts and shape.width is None:
+        near = range(width - _WIDTHS_TRIED * unit, width + (_WIDTHS_TRIED + 1) * unit, unit)
+        width = min((each for each in near if each > 0), key=distance)
+    mlp, _ = fitted(width)
+    if mlp <= 0:
         raise ConfigError(
             f"{shape.layers} layers of width {width} have more than the {target:,} parameters of {base.name}, however "
             "narrow the MLP"

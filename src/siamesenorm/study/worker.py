@@ -160,6 +160,9 @@ class _Trainer:
                 state = folder.state(run)
                 if state.status == "failed" and state.failed_at > job.began:
                     return Ended("failed", state.why or "")
+                if state.vanished:
+                    # What is left of it would be taken for a run that has ended, or be gone on from.
+                    shutil.rmtree(folder.run(run).path, ignore_errors=True)
                 if not state.ended:
                     # One that has a summary already was killed between its end and the note of it.
                     if folder.run(run).read_summary() is None and (stopped := self._run(folder, run)) is not None:

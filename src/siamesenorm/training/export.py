@@ -119,6 +119,11 @@ def _checkpoint(run: RunFolder, its_digest: str, step: int | None) -> tuple[int,
     found = checkpoints.newest_first(run.checkpoints)
     steps = ", ".join(str(each) for each, _ in reversed(found))
     if not found:
+        if run.model.is_dir() and run.read_summary() is not None:
+            raise ConfigError(
+                f"the run in {run.path} has ended, and its checkpoints are gone, as a study removes them; what would "
+                f"be exported is its model, {run.model}"
+            )
         raise ConfigError(f"the run in {run.path} has no checkpoint yet")
     if step is not None:
         found = [each for each in found if each[0] == step]
