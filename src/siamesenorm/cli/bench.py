@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -94,15 +95,16 @@ def _show(facts: dict[str, Any], out: Path | None) -> None:
         "rounds",
         highlight=False,
     )
-    # Two tables, since one is wider than most terminals.
+    # Two tables, with the modes between the rows: one with all columns is wider than most terminals.
     for columns, cells in ((_TIME, _time_cells), (_MEMORY, _memory_cells)):
-        table = Table(box=None, pad_edge=False)
-        for column in ("scheme", "mode"):
-            table.add_column(column)
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column("")
         for column in columns:
             table.add_column(column, justify="right")
-        for row in facts["cases"]:
-            table.add_row(row["scheme"], row["mode"], *cells(row))
+        for mode, rows in itertools.groupby(facts["cases"], key=lambda row: row["mode"]):
+            table.add_row(mode)
+            for row in rows:
+                table.add_row(f"  {row['scheme']}", *cells(row))
         console.print()
         console.print(table, highlight=False)
     console.print(
@@ -136,4 +138,7 @@ def _memory_cells(row: dict[str, Any]) -> Iterator[str]:
 
 
 def _ratio(spread: dict[str, float]) -> str:
+    if spread["low"] == spread["high"]:
+        # To itself.
+        return f"{spread['median']:.3f}"
     return f"{spread['median']:.3f} ±{(spread['high'] - spread['low']) / 2:.3f}"
